@@ -1,0 +1,158 @@
+"""Options of an engine, checked before any work.
+
+Every option has its default here and nowhere else. A bad value raises `ConfigError` with field, value
+and remedy; an option that does not exist raises `UnknownOptionError`.
+"""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from streamkv.errors import ConfigError, UnknownOptionError
+from streamkv.tiers.spec import BLOCK_SIZE
+
+Retain = Literal["all", "window", "none"]
+OnPressure = Literal["wait", "drop"]
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter + "b"] = 1000**_power
+    _UNITS[_letter + "ib"] = _UNITS[_letter] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(field: str, value: int | str) -> int:
+    """Bytes of a size such as `"10GiB"`, `"512MiB"`, `"2GB"` or `4096`.
+
+    KiB, MiB, GiB, TiB (or K, M, G, T) are powers of 1024; kB, MB, GB, TB powers of 1000.
+
+    Raises:
+        ConfigError: not a size, or negative.
+    """
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(
+            field, value, "not a size", 'Write a number of bytes or a size such as "10GiB".'
+        )
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_size(num_bytes: float) -> str:
+    """A size for people, such as `1.4 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def refuse_unknown_options(cls: type, given: dict[str, Any]) -> None:
+    """Raise `UnknownOptionError` for the first key that is not a field of the dataclass `cls`."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+            raise UnknownOptionError(name, value, f"{cls.__name__} has no such option", remedy)
+
+
+def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    """Raise `ConfigError` unless `value` is an int within [minimum, maximum]."""
+    bound = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < minimum or (maximum is not None and value > maximum):  # type: ignore[operator]  # is_int narrows
+        raise ConfigError(field, value, "out of range", f"Use a whole number {bound}.")
+
+
+def require_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        shown = ", ".join(repr(choice) for choice in choices)
+        raise ConfigError(field, value, "not a choice", f"Use one of {shown}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an `Engine`.
+
+    Attributes:
+        window_size: newest tokens attended, the current one included.
+        num_sink_tokens: first tokens of the stream attended for ever. A system prompt is kept whole:
+            the larger of the two counts.
+        dtype: element type of weights and KV. `auto`: bfloat16 on a GPU, float32 on a CPU.
+        device: `auto` takes a GPU if there is one.
+        gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
+            `max_sessions` windows need.
+        max_sessions: live sessions that the default gpu pool has room for.
+        cpu_bytes: bytes of the cpu pool; 0 turns it off.
+        store: directory of journals and of the ssd store; `None` keeps nothing across processes.
+        ssd_bytes: limit of the *file* of the ssd store.
+        codec: `zstd` (lossless, smaller) or `raw` (lossless, faster).
+        retain: `all` keeps blocks that left the window; `window` keeps what a resume needs; `none`
+            stores no blocks, so that a resume computes the window anew.
+        on_pressure: when blocks are made faster than they can be written: `wait` slows the feed,
+            `drop` gives up old blocks (counted).
+        checkpoint_tokens: tokens between checkpoints; `None`: what this machine computes in half a
+            second, at least 512.
+        prefill_chunk: tokens of a feed that are computed in one step.
+        num_threads: threads of the CPU path; `None` leaves torch's own choice.
+        compile: `auto` compiles the decode step in the background when a C++ compiler is there,
+            `off` stays on the eager path.
+        recall_blocks: old blocks recalled into attention.
+        trust_remote_code: let a model's own Python code run.
+    """
+
+    window_size: int = 2048
+    num_sink_tokens: int = 4
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpu_bytes: int | str | None = None
+    max_sessions: int = 8
+    cpu_bytes: int | str = "256MiB"
+    store: str | None = None
+    ssd_bytes: int | str = "20GiB"
+    codec: Literal["zstd", "raw"] = "zstd"
+    retain: Retain = "all"
+    on_pressure: OnPressure = "wait"
+    checkpoint_tokens: int | None = None
+    prefill_chunk: int = 512
+    num_threads: int | None = None
+    compile: Literal["auto", "off"] = "auto"
+    recall_blocks: int = 0
+    trust_remote_code: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse_unknown_options(cls, kwargs)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        require_int("window_size", self.window_size, 1)
+        if self.window_size < BLOCK_SIZE:
+            raise ConfigError(
+                "window_size",
+                self.window_size,
+                f"smaller than one block ({BLOCK_SIZE} tokens)",
+                f"Use at least {BLOCK_SIZE}.",
+            )
+        require_int("num_sink_tokens", self.num_sink_tokens, 0)
+        require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        require_choice("device", self.device, ("auto", "cpu", "cuda"))
+        require_int("max_sessions", self.max_sessions, 1)
+        if self.gpu_bytes is not None:
+            parse_size("gpu_bytes", self.gpu_bytes)
+        parse_size("cpu_bytes", self.cpu_bytes)
+        parse_size("ssd_bytes", self.ssd_bytes)
+        require_choice("codec", self.codec, ("zstd", "raw"))
+        require_choice("retain", self.retain, ("all", "window", "none"))
+        require_choice("on_pressure", self.on_pressure, ("wait", "drop"))
+        if self.checkpoint_tokens is not None:
+            require_int("checkpoint_tokens", self.checkpoint_tokens, BLOCK_SIZE)
+        require_int("prefill_chunk", self.prefill_chunk, 1, 65536)
+        if self.num_threads is not None:
+            require_int("num_threads", self.num_threads, 1)
+        require_choice("compile", self.compile, ("auto", "off"))
+        require_int("recall_blocks", self.recall_blocks, 0, 0)

@@ -1,0 +1,119 @@
+"""What a session hands to its user. Plain data, no behaviour."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop id or stop string
+    LENGTH = "length"  # max_tokens reached
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and of the likeliest ones.
+
+    Attributes:
+        token_id: the token.
+        logprob: natural logarithm of its probability before temperature and truncation.
+        top: the likeliest (token_id, logprob) pairs, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One step of a generation.
+
+    Attributes:
+        text: new text, never part of a character or of a stop string; may be empty.
+        token_id: the token of this step; `None` only for a last flush of held-back text.
+        token_index: index of that token in the session's stream.
+        finish_reason: set on the last delta.
+        logprob: if asked for.
+        margin: logit of the likeliest token minus that of the second, before any processing.
+    """
+
+    text: str
+    token_id: int | None
+    token_index: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+    margin: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a feed has come.
+
+    Attributes:
+        num_tokens: tokens of this feed computed so far.
+        token_index: tokens in the session's stream that are computed.
+        text_chars: characters of text that the session has accepted since it was created; after a
+            crash, go on feeding from there.
+        tokens_per_s: rate of this feed.
+    """
+
+    num_tokens: int
+    token_index: int
+    text_chars: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How expected a token was.
+
+    Attributes:
+        token_id: the token.
+        text: its text; a character that spans tokens appears with its last one.
+        token_index: index in the session's stream.
+        logprob: natural logarithm of its probability given all before it; `None` for the first token
+            of a stream.
+    """
+
+    token_id: int
+    text: str
+    token_index: int
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """Blocks and bytes that a tier holds, and its limit in bytes."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    limit_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """Where a session stands.
+
+    Attributes:
+        name: the session's name.
+        num_tokens: tokens in the stream.
+        num_computed: of these, tokens whose KV was computed.
+        num_sink_tokens: tokens attended for ever.
+        num_window_tokens: newest tokens attended now.
+        text_chars: characters of text accepted.
+        num_blocks: blocks that the session holds in the gpu pool.
+        tiers: usage of each tier, all sessions together.
+        counters: promotions, demotions, evictions, misses and the like, by name.
+    """
+
+    name: str
+    num_tokens: int
+    num_computed: int
+    num_sink_tokens: int
+    num_window_tokens: int
+    text_chars: int
+    num_blocks: int
+    tiers: dict[str, TierUsage] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)

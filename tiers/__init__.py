@@ -1,0 +1,1 @@
+"""Where blocks live: gpu pool, cpu pool and ssd store, and what moves between them."""

@@ -1,0 +1,1 @@
+"""The WebSocket token stream: protocol, server and client."""
