@@ -1,0 +1,68 @@
+"""The entries that one sequence attends to: which block, where it starts, which of its slots count.
+
+    slot j of entry e     is token starts[e] + j; it exists iff first_valid[e] <= j < end_valid[e]
+    sink entries          [0, num_sink_entries): a token is visible to every query at or after it
+    window entries        the rest: token i is visible to query t iff t - window_size < i <= t
+    distance of entry e   from query t: min(t - starts[e], caps[e])
+
+An entry never changes while the stream moves, except that its last valid slot grows while the block
+is open. One block may have two entries (its sink slots, its window slots); no token is in two. The
+table knows neither pools nor layers: ids are those of the pool handed to attention with it.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+NO_CAP: Final = 1 << 62
+"""Cap of an entry whose distance grows with the stream."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceTable:
+    """Entries of one sequence: int64 vectors of one length on one device, sink entries first.
+
+    Attributes:
+        block_ids: block in the pool; unused entries name the guard block and have no valid slot.
+        starts: token index of slot 0.
+        caps: largest distance of the entry, or `NO_CAP`.
+        first_valid: first slot that belongs to the entry.
+        end_valid: one past the last such slot.
+        num_sink_entries: how many of the first entries are sink entries.
+    """
+
+    block_ids: Tensor
+    starts: Tensor
+    caps: Tensor
+    first_valid: Tensor
+    end_valid: Tensor
+    num_sink_entries: int
+
+    def __post_init__(self) -> None:
+        shape = self.block_ids.shape
+        for column in (self.block_ids, self.starts, self.caps, self.first_valid, self.end_valid):
+            assert column.shape == shape and column.dtype == torch.int64
+        assert len(shape) == 1 and 0 <= self.num_sink_entries <= shape[0]
+
+    @property
+    def num_entries(self) -> int:
+        """Sink entries and window entries together."""
+        return self.block_ids.shape[0]
+
+    def distances(self, token_indices: Tensor) -> Tensor:
+        """Distance of every entry from queries at `token_indices` [T]: int64 [T, num_entries].
+
+        Negative where the entry starts after the query; none of its slots is visible then.
+        """
+        return torch.minimum(token_indices[:, None] - self.starts, self.caps)
+
+    def visible(self, token_indices: Tensor, window_size: int, block_size: int) -> Tensor:
+        """Which slots queries at `token_indices` [T] see: bool [T, num_entries, block_size]."""
+        slots = torch.arange(block_size, device=self.starts.device)
+        exists = (slots >= self.first_valid[:, None]) & (slots < self.end_valid[:, None])
+        age = token_indices[:, None, None] - (self.starts[:, None] + slots)
+        reach = torch.full_like(self.starts, window_size)
+        reach[: self.num_sink_entries] = NO_CAP
+        return exists & (age >= 0) & (age < reach[:, None])
