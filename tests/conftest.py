@@ -1,0 +1,107 @@
+"""What the tests of all parts share: the real small model, and a tiny random one.
+
+The real model is converted once per machine, into the user's own cache directory. The tiny one is
+made from a seed in a few hundred milliseconds, so that an engine test need not load real weights.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from streamkv.model_cache import cache_root
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+TOKENIZER_TEXTS = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun.",
+    "A window holds the newest tokens; a block holds sixty-four of them; nothing is forgotten.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+    "Grüße aus Köln, naïve café, 東京の朝, привет мир, 🙂 🙃",
+]
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """The user's cache directory: what is converted there serves every later run."""
+    return cache_root()
+
+
+@pytest.fixture(scope="session")
+def model_name() -> str:
+    """Name of the real small model."""
+    return "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def model_dir(model_name: str, cache_dir: Path) -> Path:
+    """Directory of the real small model, converted if this machine has not done so yet."""
+    from streamkv.model_files import resolve_model
+
+    return resolve_model(model_name)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with a byte-level tokenizer and a chat template, the same always."""
+    directory = tmp_path_factory.mktemp("tiny_model")
+    vocab_size = save_tiny_tokenizer(directory)
+    save_tiny_llama(directory, vocab_size)
+    return directory
+
+
+def save_tiny_tokenizer(directory: Path) -> int:
+    """Train and save a byte-level BPE tokenizer of about 400 tokens; returns how many it has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TOKENIZER_TEXTS * 3, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHATML,
+    )
+    wrapped.save_pretrained(directory)
+    return len(wrapped)
+
+
+def save_tiny_llama(directory: Path, vocab_size: int) -> None:
+    """Save a random Llama: 2 layers, 6 query and 2 KV heads of 16, trained length 4096."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=96,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        # Large enough for attention to be far from uniform and for greedy choices to be clear.
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(20)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
