@@ -1,0 +1,117 @@
+"""What the model answered: cut into bullet points, and told from no answer at all. Pure.
+
+A point is dropped when it is too short, cut off, copied from what it is about, an echo of the
+instruction, or there already. When nothing is left, or the answer goes round in circles, that is a
+`Problem`, and the caller asks again or says so.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+MAX_POINTS = 3
+MIN_POINT_LETTERS = 6
+COPY_NGRAM = 8
+MAX_COPIED_SHARE = 0.5
+LOOP_NGRAM = 4
+MAX_NGRAM_REPEATS = 2
+# Scripts without spaces count by the character.
+_UNIT = re.compile(r"[぀-ヿ㐀-鿿가-힣฀-๿]|[^\W_]+")
+_MARK = re.compile(r"\s*(?:[-*•–—]+|\d{1,2}[.)])\s*")
+_ENDED = re.compile(r"[.!?…。！？।][\"'”’)\]]*$")
+_STUTTER = re.compile(r"(.{1,24}?)\1{7,}", re.DOTALL)
+
+
+class Problem(Enum):
+    """Why an answer is none."""
+
+    EMPTY = "the model gave no answer"
+    TRUNCATED = "the model's answer was cut off before its first point was complete"
+    LOOPING = "the model's answer repeated itself"
+    COPIED = "the model copied its input instead of summarising it"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A checked answer: points, or the problem."""
+
+    points: tuple[str, ...] = ()
+    problem: Problem | None = None
+
+
+def check_answer(
+    text: str,
+    *,
+    ended: bool,
+    source: str,
+    not_again: Iterable[str] = (),
+    max_points: int = MAX_POINTS,
+) -> Answer:
+    """The usable points of an answer.
+
+    Args:
+        text: what the model wrote.
+        ended: whether it ended by itself, rather than at the limit of tokens.
+        source: what the answer is about.
+        not_again: texts that it must not repeat: instructions, earlier points.
+        max_points: points kept.
+    """
+    if _loops(text):
+        return Answer(problem=Problem.LOOPING)
+    points = _points(text)
+    if not points:
+        return Answer(problem=Problem.EMPTY)
+    if not ended and not _ENDED.search(points[-1]):
+        points.pop()
+    if not points:
+        return Answer(problem=Problem.TRUNCATED)
+    copied_from = _ngrams(_units(source))
+    for other in not_again:
+        copied_from |= _ngrams(_units(other))
+    own = [point for point in points if not _is_copied(point, copied_from)]
+    return Answer(tuple(own[:max_points])) if own else Answer(problem=Problem.COPIED)
+
+
+def _points(text: str) -> list[str]:
+    """Lines of the answer without their marks; headings, crumbs and repetitions left out."""
+    points: dict[str, None] = {}
+    for line in text.splitlines():
+        point = " ".join(_MARK.sub("", line, count=1).split()).strip("\"' ")
+        if point.endswith(":") or len(re.findall(r"[^\W\d_]", point)) < MIN_POINT_LETTERS:
+            continue
+        points[point] = None
+    return list(points)
+
+
+def _loops(text: str) -> bool:
+    if _STUTTER.search(text):
+        return True
+    seen: dict[tuple[str, ...], int] = {}
+    units = _units(text)
+    for start in range(len(units) - LOOP_NGRAM + 1):
+        ngram = tuple(units[start : start + LOOP_NGRAM])
+        seen[ngram] = seen.get(ngram, 0) + 1
+    return max(seen.values(), default=0) > MAX_NGRAM_REPEATS
+
+
+def _is_copied(point: str, copied_from: set[tuple[str, ...]]) -> bool:
+    units = _units(point)
+    if len(units) < COPY_NGRAM:
+        return tuple(units) in copied_from
+    covered = [False] * len(units)
+    for start in range(len(units) - COPY_NGRAM + 1):
+        if tuple(units[start : start + COPY_NGRAM]) in copied_from:
+            covered[start : start + COPY_NGRAM] = [True] * COPY_NGRAM
+    return sum(covered) > MAX_COPIED_SHARE * len(units)
+
+
+def _ngrams(units: Sequence[str]) -> set[tuple[str, ...]]:
+    """Runs of `COPY_NGRAM` units, and the whole if it is shorter."""
+    if len(units) < COPY_NGRAM:
+        return {tuple(units)} if units else set()
+    return {tuple(units[i : i + COPY_NGRAM]) for i in range(len(units) - COPY_NGRAM + 1)}
+
+
+def _units(text: str) -> list[str]:
+    return _UNIT.findall(text.casefold())
