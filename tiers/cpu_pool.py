@@ -1,0 +1,164 @@
+"""The cpu pool: sealed blocks in host memory, oldest unlocked evicted first.
+
+Invariant: a block is in one of three states. *Unpublished* (reserved, being filled, nobody finds
+    it),
+*listed* (found by its key) and *unlisted but locked* (deleted while somebody still reads it; its
+slot returns when the last lock goes). Only listed blocks without a lock are evicted, least recently
+used first. The memory never grows beyond the bytes given. Safe to use from several threads.
+
+Index budget: about 400 bytes of Python objects for each block held, nothing for evicted ones. This
+module does not know why a block is locked, nor what lies below.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from streamkv.errors import ConfigError
+from streamkv.tiers.free_list import FreeList
+from streamkv.tiers.host_memory import Bytes, anonymous_memory, blocks_of
+from streamkv.tiers.spec import BlockKey, KVSpec
+from streamkv.tiers.usage import TierUsage
+
+
+@dataclass(slots=True, eq=False)
+class CpuBlock:
+    """A locked block of the pool; whoever holds it must `unlock` it once.
+
+    Attributes:
+        key: the block's name.
+        slot_id: which part of the memory it occupies.
+        num_locks: holders that still need it.
+        listed: whether `lock(key)` finds it.
+    """
+
+    key: BlockKey
+    slot_id: int
+    num_locks: int = 1
+    listed: bool = False
+
+
+class CpuPool:
+    """Blocks in ordinary host memory.
+
+    Args:
+        spec: layout of a block.
+        num_bytes: limit; a multiple of the block size is used of it. 0 makes a pool without room.
+
+    Raises:
+        ConfigError: more than 0 bytes but fewer than one block, or more than the system gives.
+    """
+
+    def __init__(self, spec: KVSpec, num_bytes: int) -> None:
+        num_blocks = num_bytes // spec.block_bytes
+        if num_bytes > 0 and num_blocks == 0:
+            raise ConfigError(
+                "cpu_bytes",
+                num_bytes,
+                f"smaller than one block of {spec.block_bytes} bytes",
+                "Use at least that, or 0 to go without a cpu pool.",
+            )
+        self._spec = spec
+        self._limit_bytes = num_bytes
+        memory = anonymous_memory("cpu_bytes", max(num_blocks * spec.block_bytes, 1))
+        self._rows = blocks_of(memory, num_blocks, spec.block_bytes)
+        self._free_list = FreeList(num_blocks)
+        self._index: dict[BlockKey, CpuBlock] = {}
+        self._evictable: OrderedDict[BlockKey, CpuBlock] = OrderedDict()
+        self._num_unlisted = 0
+        self._num_evictions = 0
+        self._mutex = threading.Lock()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit."""
+        return self._free_list.num_blocks
+
+    @property
+    def num_evictions(self) -> int:
+        """Blocks evicted so far."""
+        return self._num_evictions
+
+    def contains(self, key: BlockKey) -> bool:
+        """Whether a listed block has this key."""
+        with self._mutex:
+            return key in self._index
+
+    def reserve(self, key: BlockKey) -> CpuBlock | None:
+        """Room for a block, locked and unpublished; evicts if need be. None: all are locked."""
+        with self._mutex:
+            if self._free_list.num_free == 0:
+                if not self._evictable:
+                    return None
+                _, oldest = self._evictable.popitem(last=False)
+                self._unlist(oldest)
+                self._num_evictions += 1
+            self._num_unlisted += 1
+            return CpuBlock(key, self._free_list.allocate())
+
+    def publish(self, block: CpuBlock) -> None:
+        """List a reserved block that has been filled. It stays locked."""
+        with self._mutex:
+            assert not block.listed and block.key not in self._index, "published twice"
+            block.listed = True
+            self._index[block.key] = block
+            self._num_unlisted -= 1
+
+    def lock(self, key: BlockKey) -> CpuBlock | None:
+        """Find a block and keep it from eviction and reuse until `unlock`. None: not here."""
+        with self._mutex:
+            block = self._index.get(key)
+            if block is not None:
+                block.num_locks += 1
+                self._evictable.pop(key, None)
+            return block
+
+    def unlock(self, block: CpuBlock) -> None:
+        """Give one lock back. Without locks a listed block is the last to be evicted."""
+        with self._mutex:
+            assert block.num_locks > 0, f"block in slot {block.slot_id} is not locked"
+            block.num_locks -= 1
+            if block.num_locks > 0:
+                return
+            if block.listed:
+                self._evictable[block.key] = block
+            else:
+                self._num_unlisted -= 1
+                self._free_list.release(block.slot_id)
+
+    def delete(self, key: BlockKey) -> None:
+        """Forget a block. Its memory is reused once nobody holds a lock on it."""
+        with self._mutex:
+            block = self._index.get(key)
+            if block is not None:
+                self._evictable.pop(key, None)
+                self._unlist(block)
+
+    def data(self, block: CpuBlock) -> Bytes:
+        """The memory of a block that the caller has locked: uint8 [block_bytes], no copy."""
+        row: Bytes = self._rows[block.slot_id]
+        return row
+
+    def usage(self) -> TierUsage:
+        """Blocks and bytes in use."""
+        num_used = self._free_list.num_used
+        return TierUsage(num_used, num_used * self._spec.block_bytes, self._limit_bytes)
+
+    def check_integrity(self) -> None:
+        """Assert that free + used == total, and that lists, locks and slots agree."""
+        with self._mutex:
+            self._free_list.check_integrity()
+            slots = {block.slot_id for block in self._index.values()}
+            assert len(slots) == len(self._index), "two blocks share a slot"
+            assert self._free_list.num_used == len(self._index) + self._num_unlisted
+            unlocked = {key for key, block in self._index.items() if block.num_locks == 0}
+            assert unlocked == set(self._evictable), "evictable blocks are not the unlocked ones"
+            assert all(block.listed for block in self._index.values())
+
+    def _unlist(self, block: CpuBlock) -> None:
+        del self._index[block.key]
+        block.listed = False
+        if block.num_locks == 0:
+            self._free_list.release(block.slot_id)
+        else:
+            self._num_unlisted += 1

@@ -1,0 +1,141 @@
+"""Names of stored blocks: a hash chain over everything that decides the bytes of a block.
+
+    root_key(weights, spec, rope, salt)  ->  child_key(parent, 64 token ids, policy)  ->  ...
+
+Invariant: equal keys mean blocks that are equal up to rounding and may stand in for each other, in
+every process and on every machine. Every hashed field is preceded by its length, so that no two
+different lists of fields hash alike; Python's own `hash` (seeded per process) is never used.
+
+The lowest bit of the first byte tells a sealed block's key (0) from that of a partial record (1).
+This module is pure and does not know where blocks are kept.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamkv.errors import InputError
+from streamkv.tiers.spec import FORMAT_VERSION, BlockKey, KVSpec
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPolicy:
+    """What a token attends to.
+
+    Attributes:
+        mode: `window` or `full`.
+        window_size: newest tokens attended, the current one included.
+        sinks: half-open ranges [first, end) of token indices attended for ever, ascending.
+        positions: the position policy, for example `cache`.
+    """
+
+    mode: str
+    window_size: int
+    sinks: tuple[tuple[int, int], ...]
+    positions: str
+
+    def num_dense(self, first_token_index: int, num_tokens: int) -> int:
+        """How many of these tokens, from the first on, still attend to their whole past."""
+        if self.mode == "full":
+            return num_tokens
+        end = 0
+        for first, stop in self.sinks:
+            if first > end:
+                break
+            end = max(end, stop)
+        # Token t is dense iff tokens [0, t - window_size] are all sink tokens.
+        return min(max(end + self.window_size - first_token_index, 0), num_tokens)
+
+    def in_force(self, first_token_index: int, num_tokens: int) -> bytes:
+        """Canonical bytes of the policy for the block of tokens that starts at `first_token_index`.
+
+        Blocks whose tokens all attend to their whole past are named alike under every window, so
+        that sessions with different options share them.
+        """
+        num_dense = self.num_dense(first_token_index, num_tokens)
+        if num_dense == num_tokens:
+            return b"dense"
+        end = first_token_index + num_tokens
+        sinks = ",".join(f"{a}-{min(b, end)}" for a, b in self.sinks if a < end)
+        rest = f"{self.mode}|{self.window_size}|{sinks}|{self.positions}"
+        return f"{num_dense} dense, then {rest}".encode()
+
+
+def root_key(weights: bytes, spec: KVSpec, rope: bytes, salt: bytes = b"") -> BlockKey:
+    """The parent of a stream's first block.
+
+    Args:
+        weights: fingerprint of the loaded parameters.
+        spec: layout of the KV; its hash, dtype and block size count.
+        rope: identity of the rotation (frequencies, rotated dimensions, scaling).
+        salt: tenant of the stream; empty for prompts that the operator marks shared.
+    """
+    version = struct.pack("<I", FORMAT_VERSION)
+    block_size = struct.pack("<I", spec.block_size)
+    fields = (
+        b"root",
+        version,
+        weights,
+        spec.spec_hash,
+        spec.dtype.encode(),
+        rope,
+        block_size,
+        salt,
+    )
+    return _key(fields, partial=False)
+
+
+def child_key(parent: BlockKey, token_ids: Sequence[int], policy: bytes) -> BlockKey:
+    """The key of a sealed block.
+
+    Args:
+        parent: key of the block before it, or the root key.
+        token_ids: all tokens of the block.
+        policy: `AttentionPolicy.in_force` for the block.
+
+    Raises:
+        InputError: a token id does not fit in 32 bits.
+    """
+    return _key((b"block", parent, policy, _id_bytes(token_ids)), partial=False)
+
+
+def partial_key(
+    session: str, parent: BlockKey, token_ids: Sequence[int], policy: bytes
+) -> BlockKey:
+    """The key of a session's open block that holds these tokens so far.
+
+    Raises:
+        InputError: a token id does not fit in 32 bits.
+    """
+    fields = (b"partial", session.encode(), parent, policy, _id_bytes(token_ids))
+    return _key(fields, partial=True)
+
+
+def is_partial(key: BlockKey) -> bool:
+    """Whether a key names the record of an open block, which is worthless once superseded."""
+    return bool(key[0] & 1)
+
+
+def _id_bytes(token_ids: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error:
+        raise InputError(
+            "token_ids",
+            list(token_ids),
+            "an id is no whole number from 0 to 2**32 - 1",
+            "Use ids of the model's vocabulary.",
+        ) from None
+
+
+def _key(fields: tuple[bytes, ...], *, partial: bool) -> BlockKey:
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for field in fields:
+        digest.update(struct.pack("<Q", len(field)))
+        digest.update(field)
+    value = bytearray(digest.digest())
+    value[0] = (value[0] & 0xFE) | partial
+    return BlockKey(bytes(value))

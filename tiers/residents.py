@@ -1,0 +1,102 @@
+"""Who uses which gpu block: its owner, the copies that read it, and the name it was sealed under.
+
+Pure bookkeeping over the pool's free list. Invariant: ref_count of a block == (1 if it is owned) +
+copies that hold it, so its id is reused only after the owner gave it back and every copy has
+finished. A sealed block is owned; a block that was given back but is still held is *leaving*. At
+most 512 bytes of Python objects for each block in use, nothing for others.
+"""
+
+from collections import Counter
+
+from streamkv.tiers.free_list import FreeList
+from streamkv.tiers.spec import BlockKey
+
+
+class Residents:
+    """Owners, holders and names of the blocks of one gpu pool."""
+
+    def __init__(self, free_list: FreeList) -> None:
+        self._free_list = free_list
+        self._owned: set[int] = set()
+        self._holds: Counter[int] = Counter()
+        self._keys: dict[int, BlockKey] = {}
+        self._blocks: dict[BlockKey, set[int]] = {}
+
+    @property
+    def num_leaving(self) -> int:
+        """Blocks given back by their owner that a copy still uses."""
+        return self._free_list.num_used - len(self._owned)
+
+    @property
+    def num_holds(self) -> int:
+        """Copies under way or pending, all blocks together."""
+        return self._holds.total()
+
+    def allocate(self) -> int:
+        """Take a free block for an owner.
+
+        Raises:
+            PoolFullError: there is none.
+        """
+        block_id = self._free_list.allocate()
+        self._owned.add(block_id)
+        return block_id
+
+    def give_back(self, block_id: int) -> BlockKey | None:
+        """The owner is done with a block. Returns the name it was sealed under, if it was."""
+        assert block_id in self._owned, f"block {block_id} has no owner"
+        self._owned.remove(block_id)
+        self._free_list.release(block_id)
+        key = self._keys.pop(block_id, None)
+        if key is not None:
+            self._blocks[key].remove(block_id)
+            if not self._blocks[key]:
+                del self._blocks[key]
+        return key
+
+    def hold(self, block_id: int) -> None:
+        """A copy is going to read this block: keep its id from reuse."""
+        self._free_list.acquire(block_id)
+        self._holds[block_id] += 1
+
+    def unhold(self, block_id: int) -> None:
+        """A copy has finished with this block, or will not take place."""
+        assert self._holds[block_id] > 0, f"block {block_id} is not held"
+        self._holds[block_id] -= 1
+        if self._holds[block_id] == 0:
+            del self._holds[block_id]
+        self._free_list.release(block_id)
+
+    def seal(self, block_id: int, key: BlockKey) -> None:
+        """An owned block is full and has a name now."""
+        assert block_id in self._owned, f"block {block_id} has no owner"
+        assert block_id not in self._keys, f"block {block_id} is sealed already"
+        self._keys[block_id] = key
+        self._blocks.setdefault(key, set()).add(block_id)
+
+    def is_owned(self, block_id: int) -> bool:
+        """Whether a block is allocated and not given back."""
+        return block_id in self._owned
+
+    def is_sealed(self, block_id: int) -> bool:
+        """Whether a block has a name."""
+        return block_id in self._keys
+
+    def find(self, key: BlockKey) -> int | None:
+        """A sealed block with this name."""
+        return next(iter(self._blocks.get(key, ())), None)
+
+    def num_users(self, key: BlockKey) -> int:
+        """Sealed blocks with this name."""
+        return len(self._blocks.get(key, ()))
+
+    def check_integrity(self) -> None:
+        """Assert that owners, holds, names and ref_counts agree for every block of the pool."""
+        self._free_list.check_integrity()
+        for block_id in range(self._free_list.num_blocks):
+            users = (block_id in self._owned) + self._holds.get(block_id, 0)
+            assert self._free_list.ref_count(block_id) == users, f"block {block_id}: {users} users"
+        assert set(self._keys) <= self._owned, "a sealed block has no owner"
+        assert sum(map(len, self._blocks.values())) == len(self._keys)
+        for block_id, key in self._keys.items():
+            assert block_id in self._blocks[key], f"block {block_id} is not found by its name"

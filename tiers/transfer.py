@@ -1,0 +1,73 @@
+"""Copies of whole blocks between the gpu pool and host memory, and when they are finished.
+
+Invariant: a copy out of a block starts after everything that was issued to write the block
+    (`written`
+marks that point), and the caller keeps the block from reuse until the copy's completion is done. On
+a CPU machine kernels and copies run where they are called, so every completion is done at once; on
+a GPU the same calls return events of a copy stream. This module does not know keys, tiers or
+policies.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.host_memory import Bytes
+
+
+class Completion(Protocol):
+    """Something that was issued and finishes at some time."""
+
+    def done(self) -> bool:
+        """Whether it has finished; never waits."""
+
+    def wait(self) -> None:
+        """Return when it has finished."""
+
+
+class Finished:
+    """The completion of work that was done where it was called."""
+
+    def done(self) -> bool:
+        """Always True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Transfer:
+    """Copies to and from the blocks of one gpu pool. Safe to use from several threads.
+
+    Args:
+        gpu_pool: the pool whose blocks are copied.
+    """
+
+    def __init__(self, gpu_pool: GpuPool) -> None:
+        self._gpu_pool = gpu_pool
+
+    def written(self) -> Completion:
+        """Marks all work that the calling thread has issued so far on the pool."""
+        return Finished()
+
+    def view(self, block_id: int) -> Bytes:
+        """The bytes of a gpu block [block_bytes], to be read or filled by the ssd tier."""
+        return self._gpu_pool.block_bytes(block_id)
+
+    def demote(self, block_id: int, out: Bytes) -> Completion:
+        """Copy a gpu block into host memory [block_bytes]."""
+        # numpy and not torch: a plain memcpy without the GIL, and without torch's thread pool,
+        # which would compete with the attention of the step that runs meanwhile.
+        np.copyto(out, self.view(block_id))
+        return Finished()
+
+    def promote(self, source: Bytes, block_id: int) -> Completion:
+        """Copy host memory [block_bytes] into a gpu block."""
+        np.copyto(self.view(block_id), source)
+        return Finished()
+
+    def copy(self, source_block_id: int, block_id: int) -> Completion:
+        """Copy one gpu block into another."""
+        np.copyto(self.view(block_id), self.view(source_block_id))
+        return Finished()
