@@ -56,17 +56,21 @@ class _Assembler:
         timing = parse_timing(line.text)
         if timing is not None:
             yield from self._begin(line.number, timing)
-        elif not line.text.strip():
+        elif self._ends_cue(line.text):
             yield from self.finish()
         elif self._cue is not None:
             self._cue.lines.append(line.text)
-        else:
+        elif line.text.strip():
             self._held.append(line)
 
     def finish(self) -> Iterator[RawCue]:
         """At a blank line or the end of the file: what is open is complete."""
         yield from self._close()
         yield from self._release()
+
+    def _ends_cue(self, text: str) -> bool:
+        """A blank line does. In VTT spaces do not: rolling captions have such lines."""
+        return not text if self._named else not text.strip()
 
     def _begin(self, number: int, timing: Timing) -> Iterator[RawCue]:
         self._drop_number(number)

@@ -103,15 +103,17 @@ def _refuse_changed(path: Path, info: SourceInfo, now: os.stat_result) -> None:
 
 
 def _pieces(file: IO[str]) -> Iterator[PhysicalLine]:
-    number, carry = 1, ""
+    number, carry, in_line = 1, "", False
     while piece := file.readline(MAX_LINE_CHARS - len(carry)):
         ended = piece.endswith("\n")
         text, carry = carry + piece.removesuffix("\n"), ""
         if not ended and len(text) >= MAX_LINE_CHARS:
             cut = text.rfind(" ", MAX_LINE_CHARS // 2) + 1 or MAX_LINE_CHARS
             text, carry = text[:cut], text[cut:]
-        yield PhysicalLine(number, text)
+        if text or not in_line:
+            yield PhysicalLine(number, text)
         number += ended
+        in_line = not ended
     if carry:
         yield PhysicalLine(number, carry)
 

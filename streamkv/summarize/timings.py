@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-_CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{1,2})(?:[.,:](\d{1,3})\d*|[.,])?"
+_CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}|\d(?![\w:]))(?:[.,:](\d{1,3})\d*|[.,])?"
 _ARROW = r"(?:[-–—]{1,3}\s?>|,)"
 _TIMING = re.compile(rf"\s*{_CLOCK}\s*{_ARROW}\s*{_CLOCK}(?!\d)")
 _START = re.compile(rf"\s*{_CLOCK}(?!\d)")

@@ -39,8 +39,8 @@ def _without_comments(
 ) -> Iterator[PhysicalLine]:
     skipping, after_blank, first = False, True, True
     for line in lines:
-        blank = not line.text.strip()
-        if first and not blank:
+        blank = not line.text
+        if first and line.text.strip():
             first, skipping = False, is_vtt_header(line.text)
             if not skipping:
                 warnings.add(line.number, "a VTT file that does not begin with WEBVTT")

@@ -1,0 +1,103 @@
+"""A scripted engine: what a run does is tested with answers that no small model gives on demand."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from streamkv.config import EngineConfig
+from streamkv.outputs import Delta, FinishReason, Progress, SessionStats
+from streamkv.sampling_params import SamplingParams
+
+# (prompt, asked apart from the transcript's session) to an answer, without its opening "-".
+Script = Callable[[str, bool], str]
+CUT_OFF = "<cut off>"
+
+
+def four_chars_a_token(text: str) -> int:
+    """A tokenizer's length, near enough: four characters a token."""
+    return (len(text) + 3) // 4
+
+
+@dataclass
+class ScriptedSession:
+    """Remembers what was said to it, across reopening."""
+
+    name: str
+    engine: "ScriptedEngine"
+    said: list[str] = field(default_factory=list)
+    text_chars: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+    def feed(self, items: str) -> Iterator[Progress]:
+        self.text_chars += len(items)
+        yield Progress(1, 1, self.text_chars, 1.0)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self.text_chars += len(text)
+
+    def generate(self, params: SamplingParams) -> Iterator[Delta]:
+        answer = self.engine.script(self.said[-1], self.name.endswith("-apart"))
+        ended = not answer.endswith(CUT_OFF)
+        reason = FinishReason.STOP if ended else FinishReason.LENGTH
+        yield Delta(answer.removesuffix(CUT_OFF), 5, 9)
+        yield Delta("", 6, 10, reason)
+
+    def delete(self) -> None:
+        self.engine.sessions.pop(self.name, None)
+
+    def stats(self) -> SessionStats:
+        num_tokens = four_chars_a_token("".join(self.said))
+        return SessionStats(self.name, num_tokens, num_tokens, 4, 0, self.text_chars, 0)
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine whose model answers by a script."""
+
+    script: Script
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(window_size=1024))
+    model_name: str = "scripted"
+    sessions: dict[str, ScriptedSession] = field(default_factory=dict)
+
+    def session(self, name: str, *, system: str | None = None) -> ScriptedSession:
+        return self.sessions.setdefault(name, ScriptedSession(name, self))
+
+    def session_names(self) -> list[str]:
+        return list(self.sessions)
+
+    def count_tokens(self, text: str) -> int:
+        return four_chars_a_token(text)
+
+
+@pytest.fixture
+def scripted() -> type[ScriptedEngine]:
+    """The class: give it a script."""
+    return ScriptedEngine
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Path:
+    """Three hundred captions by two speakers, no two alike."""
+    cues = []
+    for number in range(300):
+        speaker = "Ada" if number % 2 else "Grace"
+        start = f"{number // 60:02d}:{number % 60:02d}"
+        text = f"{speaker}: item {number} costs {number * 7} pounds in town {number * 13}"
+        cues.append(f"{number + 1}\n00:{start},000 --> 00:{start},900\n{text}\n")
+    path = tmp_path / "meeting.srt"
+    path.write_text("\n".join(cues))
+    return path
