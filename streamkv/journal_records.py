@@ -1,0 +1,264 @@
+"""The records of a journal: what happened to a session, and the bytes that say so.
+
+Payloads, little-endian; `ids` are uint32 up to the end of the payload:
+
+    HEADER      JSON of SessionHeader and the format version
+    FED         tail_len u32, text_bytes u32, text utf-8, ids
+    GIVEN       kind u8, ids
+    GENERATED   ids
+    FLUSHED     ids
+    KEPT        token_index u64, num_tokens u64
+    TURN        JSON object
+    CHECKPOINT  token_index u64, digest
+    CLOSED      token_index u64, partial_key
+
+Invariant: `decode_record(*encode_record(record)) == record`. Framing, checksums and files are not
+known here.
+"""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from streamkv.errors import InputError
+
+JOURNAL_VERSION = 1
+"""Version of frames and records; a journal of another version is refused."""
+
+_FED = struct.Struct("<II")
+_SPAN = struct.Struct("<QQ")
+_PLACE = struct.Struct("<Q")
+
+
+class RecordKind(IntEnum):
+    """What a record is; the byte in its frame. 0 stays unused, so that zeros are never a record."""
+
+    HEADER = 1
+    FED = 2
+    GIVEN = 3
+    GENERATED = 4
+    FLUSHED = 5
+    KEPT = 6
+    TURN = 7
+    CHECKPOINT = 8
+    CLOSED = 9
+
+
+class GivenKind(IntEnum):
+    """Where ids that were not made from fed text come from."""
+
+    CALLER = 1
+    SYSTEM = 2
+    TEMPLATE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHeader:
+    """What a session was created with; always the first record.
+
+    Attributes:
+        model: name of the model.
+        weights: its weights fingerprint, in hex.
+        vocab_size: ids in the journal are below it.
+        window_size: newest tokens attended.
+        num_sink_tokens: first tokens attended for ever, at creation.
+        mode: attention mode.
+        position_policy: how distances to sink tokens are counted.
+        salt: the session's own part of its block keys, in hex; empty if shared.
+        created_s: seconds since 1970 (UTC).
+        system_digest: of the system prompt, in hex; empty if there is none.
+    """
+
+    model: str
+    weights: str
+    vocab_size: int
+    window_size: int
+    num_sink_tokens: int
+    mode: str
+    position_policy: str
+    salt: str
+    created_s: float
+    system_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Text accepted, and the ids that became certain with it.
+
+    Attributes:
+        text: the text accepted by this record; may be empty.
+        tail_len: how many of the last characters accepted so far are held back, because later text
+            may still change their ids.
+        ids: ids of what is no longer held back.
+    """
+
+    text: str
+    tail_len: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Ids that came from elsewhere than fed text."""
+
+    kind: GivenKind
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Ids that the model chose, usually one."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Ids of the whole held-back tail, forced out by a generation or by given ids."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`num_tokens` tokens from `token_index` on became sink tokens."""
+
+    token_index: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A generation ended. `info` is small JSON: reason, seed and the like."""
+
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The KV of all tokens before `token_index` is stored; `digest` names the manifest."""
+
+    token_index: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The session went to sleep; `partial_key` names the stored open block, empty if none is."""
+
+    token_index: int
+    partial_key: bytes
+
+
+Record = SessionHeader | Fed | Given | Generated | Flushed | Kept | Turn | Checkpoint | Closed
+
+
+def encode_record(record: Record) -> tuple[RecordKind, bytes]:
+    """Kind and payload of a record.
+
+    Raises:
+        InputError: text that is not valid Unicode, or an id outside 0 to 2^32 - 1.
+    """
+    match record:
+        case Generated(ids):
+            return RecordKind.GENERATED, _pack_ids(ids)
+        case Fed(text, tail_len, ids):
+            encoded = _encode_text(text)
+            payload = _FED.pack(tail_len, len(encoded)) + encoded + _pack_ids(ids)
+            return RecordKind.FED, payload
+        case Given(kind, ids):
+            return RecordKind.GIVEN, bytes([kind]) + _pack_ids(ids)
+        case Flushed(ids):
+            return RecordKind.FLUSHED, _pack_ids(ids)
+        case Kept(token_index, num_tokens):
+            return RecordKind.KEPT, _SPAN.pack(token_index, num_tokens)
+        case Turn(info):
+            return RecordKind.TURN, _pack_json(info)
+        case Checkpoint(token_index, digest):
+            return RecordKind.CHECKPOINT, _PLACE.pack(token_index) + digest
+        case Closed(token_index, partial_key):
+            return RecordKind.CLOSED, _PLACE.pack(token_index) + partial_key
+        case SessionHeader():
+            fields = dataclasses.asdict(record) | {"journal_version": JOURNAL_VERSION}
+            return RecordKind.HEADER, _pack_json(fields)
+
+
+def decode_record(kind: int, payload: bytes) -> Record:
+    """The record of a kind and payload.
+
+    Raises:
+        ValueError: not a payload of that kind.
+    """
+    try:
+        return _decode(RecordKind(kind), payload)
+    except (struct.error, LookupError, TypeError) as error:
+        raise ValueError(f"not the payload of a {RecordKind(kind).name} record") from error
+
+
+def ids_offset(kind: int, payload: bytes) -> int:
+    """Where in the payload the ids begin; its end if this kind holds none."""
+    if kind in (RecordKind.GENERATED, RecordKind.FLUSHED):
+        return 0
+    if kind == RecordKind.FED:
+        return _FED.size + int(_FED.unpack_from(payload)[1])
+    return 1 if kind == RecordKind.GIVEN else len(payload)
+
+
+def decode_header(payload: bytes) -> tuple[int, SessionHeader | None]:
+    """Format version and header; no header if the version is another one."""
+    fields = json.loads(payload)
+    version = fields.pop("journal_version")
+    return version, SessionHeader(**fields) if version == JOURNAL_VERSION else None
+
+
+def _decode(kind: RecordKind, payload: bytes) -> Record:
+    match kind:
+        case RecordKind.HEADER:
+            fields = json.loads(payload)
+            del fields["journal_version"]
+            return SessionHeader(**fields)
+        case RecordKind.FED:
+            tail_len, text_bytes = _FED.unpack_from(payload)
+            end = _FED.size + text_bytes
+            return Fed(payload[_FED.size : end].decode(), tail_len, _unpack_ids(payload[end:]))
+        case RecordKind.GIVEN:
+            return Given(GivenKind(payload[0]), _unpack_ids(payload[1:]))
+        case RecordKind.GENERATED:
+            return Generated(_unpack_ids(payload))
+        case RecordKind.FLUSHED:
+            return Flushed(_unpack_ids(payload))
+        case RecordKind.KEPT:
+            return Kept(*_SPAN.unpack(payload))
+        case RecordKind.TURN:
+            return Turn(json.loads(payload))
+        case RecordKind.CHECKPOINT:
+            return Checkpoint(_PLACE.unpack_from(payload)[0], payload[_PLACE.size :])
+        case RecordKind.CLOSED:
+            return Closed(_PLACE.unpack_from(payload)[0], payload[_PLACE.size :])
+
+
+def _pack_ids(ids: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error as error:
+        raise InputError("ids", ids, "not token ids", "Use whole numbers from 0 on.") from error
+
+
+def _unpack_ids(payload: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(payload) // 4}I", payload)
+
+
+def _encode_text(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        remedy = 'Clean it first, e.g. text.encode("utf-8", "replace").decode().'
+        raise InputError("text", text, "not valid Unicode (a lone surrogate)", remedy) from error
+
+
+def _pack_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()

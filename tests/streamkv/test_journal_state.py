@@ -1,0 +1,113 @@
+import pytest
+
+from streamkv.journal_records import (
+    Checkpoint,
+    Closed,
+    Fed,
+    Flushed,
+    Generated,
+    Given,
+    GivenKind,
+    Kept,
+    Record,
+    RecordKind,
+    Turn,
+    encode_record,
+)
+from streamkv.journal_state import INDEX_STRIDE, JournalState, TokenIndex
+
+
+def state_after(*records: Record) -> JournalState:
+    state = JournalState()
+    for number, record in enumerate(records):
+        state.apply(*encode_record(record), offset=100 * number)
+    return state
+
+
+def test_a_new_state_is_empty() -> None:
+    state = JournalState()
+    assert (state.num_tokens, state.text_chars, state.tail, state.kept) == (0, 0, "", [])
+    assert (state.last_turn, state.last_checkpoint, state.last_closed) == (None, None, None)
+
+
+def test_every_kind_of_id_counts_as_a_token_and_only_fed_text_as_text() -> None:
+    state = state_after(
+        Given(GivenKind.SYSTEM, (1, 2, 3)),
+        Fed("häß", 0, (4,)),
+        Fed("x", 1, ()),
+        Flushed((5,)),
+        Generated((6,)),
+        Turn({}),
+    )
+    assert state.num_tokens == 6
+    assert state.text_chars == 4
+
+
+def test_the_tail_grows_one_character_at_a_time() -> None:
+    state = JournalState()
+    for count, char in enumerate("grün🙂", start=1):
+        state.apply(*encode_record(Fed(char, count, ())), offset=0)
+        assert state.tail == "grün🙂"[:count]
+    state.apply(*encode_record(Fed("!", 2, (1, 2))), offset=0)
+    assert state.tail == "🙂!"
+    assert state.text_chars == 6
+
+
+def test_a_tail_ends_with_a_flush_or_a_length_of_zero() -> None:
+    assert state_after(Fed("abc", 3, ()), Flushed((1,))).tail == ""
+    assert state_after(Fed("abc", 3, ()), Fed("", 0, (1,))).tail == ""
+    assert state_after(Fed("abc", 3, ()), Turn({}), Kept(0, 1)).tail == "abc"
+
+
+def test_the_newest_turn_checkpoint_and_close_are_remembered_and_all_kept_ranges() -> None:
+    state = state_after(
+        Turn({"n": 1}),
+        Kept(0, 4),
+        Checkpoint(8, b"x"),
+        Closed(9, b"k"),
+        Turn({"n": 2}),
+        Kept(10, 2),
+        Checkpoint(12, b"y"),
+    )
+    assert state.last_turn == Turn({"n": 2})
+    assert state.last_checkpoint == Checkpoint(12, b"y")
+    assert state.last_closed == Closed(9, b"k")
+    assert state.kept == [Kept(0, 4), Kept(10, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (RecordKind.FED, b"\x05\0\0\0\x01\0\0\0a"),
+        (RecordKind.FED, b"\0\0\0\0\x09\0\0\0a"),
+        (RecordKind.GENERATED, b"\x01\0\0\0\x02"),
+        (RecordKind.HEADER, b"{}"),
+        (0, b""),
+        (77, b""),
+    ],
+)
+def test_a_record_that_cannot_follow_is_a_value_error(kind: int, payload: bytes) -> None:
+    with pytest.raises(ValueError):  # the message is that of struct, json or enum
+        JournalState().apply(kind, payload, offset=0)
+
+
+def test_the_index_has_one_entry_for_each_stride_of_single_tokens() -> None:
+    index = TokenIndex()
+    for token in range(3 * INDEX_STRIDE):
+        index.note(token, 1, 13 * token)
+    assert len(index) == 3
+    assert index.find(0) == index.find(INDEX_STRIDE - 1) == (0, 0)
+    assert index.find(INDEX_STRIDE) == (INDEX_STRIDE, 13 * INDEX_STRIDE)
+    assert index.find(10**9) == (2 * INDEX_STRIDE, 26 * INDEX_STRIDE)
+
+
+def test_a_record_that_spans_strides_has_one_entry() -> None:
+    index = TokenIndex()
+    index.note(0, INDEX_STRIDE - 1, 1)
+    index.note(INDEX_STRIDE - 1, 5 * INDEX_STRIDE, 2)
+    index.note(6 * INDEX_STRIDE - 1, 1, 3)
+    index.note(6 * INDEX_STRIDE, 1, 4)
+    assert len(index) == 3
+    assert index.find(INDEX_STRIDE - 2) == (0, 1)
+    assert index.find(5 * INDEX_STRIDE) == (INDEX_STRIDE - 1, 2)
+    assert index.find(6 * INDEX_STRIDE) == (6 * INDEX_STRIDE, 4)
