@@ -40,13 +40,13 @@ class GpuPool:
                 "Use room for at least one window.",
             )
         self.spec = spec
-        self.free_list = FreeList(num_blocks)
         memory = anonymous_memory("gpu_bytes", (num_blocks + 1) * spec.block_bytes)
         self._rows = blocks_of(memory, num_blocks + 1, spec.block_bytes)
         # torch.zeros would write every page; this tensor shares the untouched ones.
         flat = torch.frombuffer(memory, dtype=_DTYPES[spec.dtype])
         elements = (num_blocks + 1) * (spec.block_bytes // flat.itemsize)
         self.data = flat[:elements].view(num_blocks + 1, *spec.block_shape)
+        self.free_list = FreeList(num_blocks)
 
     @property
     def num_blocks(self) -> int:

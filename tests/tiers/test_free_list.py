@@ -1,0 +1,71 @@
+"""The free list: who uses a block, and when its id may be used again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamkv.errors import PoolFullError
+from streamkv.tiers.free_list import FreeList
+
+
+def test_hands_out_each_block_once_then_refuses() -> None:
+    blocks = FreeList(3)
+    assert [blocks.allocate() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(PoolFullError, match="all 3 blocks"):
+        blocks.allocate()
+    assert (blocks.num_free, blocks.num_used, blocks.num_blocks) == (0, 3, 3)
+
+
+def test_a_block_returns_only_with_its_last_user() -> None:
+    blocks = FreeList(1)
+    block_id = blocks.allocate()
+    blocks.acquire(block_id)
+    assert blocks.ref_count(block_id) == 2
+    assert blocks.release(block_id) is False
+    assert blocks.num_free == 0
+    assert blocks.release(block_id) is True
+    assert blocks.num_free == 1
+
+
+def test_reuses_the_block_that_was_freed_last() -> None:
+    blocks = FreeList(4)
+    for _ in range(3):
+        blocks.allocate()
+    blocks.release(0)
+    blocks.release(2)
+    assert [blocks.allocate() for _ in range(3)] == [2, 0, 3]
+
+
+def test_refuses_to_free_twice_and_to_share_a_free_block() -> None:
+    blocks = FreeList(1)
+    blocks.allocate()
+    blocks.release(0)
+    with pytest.raises(AssertionError, match="free already"):
+        blocks.release(0)
+    with pytest.raises(AssertionError, match="cannot gain a user"):
+        blocks.acquire(0)
+    blocks.check_integrity()
+
+
+def test_a_pool_without_blocks_is_full() -> None:
+    blocks = FreeList(0)
+    blocks.check_integrity()
+    with pytest.raises(PoolFullError):
+        blocks.allocate()
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.data())
+def test_free_and_used_always_make_the_total(actions: list[int], data: st.DataObject) -> None:
+    blocks = FreeList(4)
+    users: list[int] = []
+    for action in actions:
+        if action == 0 and blocks.num_free:
+            users.append(blocks.allocate())
+        elif action == 1 and users:
+            users.append(data.draw(st.sampled_from(users)))
+            blocks.acquire(users[-1])
+        elif action == 2 and users:
+            blocks.release(users.pop(data.draw(st.integers(0, len(users) - 1))))
+        blocks.check_integrity()
+        assert blocks.num_used == len(set(users))
+        assert all(blocks.ref_count(block_id) == users.count(block_id) for block_id in range(4))
