@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from streamkv.errors import ConfigError, ModelError, UnsupportedModelError
 from streamkv.model_attention import (
@@ -27,6 +27,7 @@ from streamkv.model_attention import (
 )
 from streamkv.model_files import OnProgress, quiet_transformers, resolve_model
 from streamkv.model_fingerprint import model_fingerprint
+from streamkv.model_probe import probe_once
 from streamkv.model_rope import find_rope, refuse_length_dependent
 from streamkv.tiers.spec import DTYPE_BYTES, KVSpec
 
@@ -77,7 +78,7 @@ class ModelAdapter:
         self.head_dim = calls[0].head_dim
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.trained_length: int = config.max_position_embeddings
+        self.trained_length = _trained_length(config)
         self.inv_freq = rope.inv_freq
         self.rotary_dim = rope.rotary_dim
         self.rope_identity = rope.identity
@@ -126,7 +127,9 @@ class ModelAdapter:
         model = _read_model(name, directory, getattr(torch, dtype), trust_remote_code)
         fingerprint = model_fingerprint(model, directory)
         model.to(device)  # type: ignore[arg-type]  # its signature hides behind a wrapper
-        return cls(model, name=name, directory=directory, fingerprint=fingerprint)
+        adapter = cls(model, name=name, directory=directory, fingerprint=fingerprint)
+        probe_once(adapter)
+        return adapter
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor, attend: Attend) -> Tensor:
@@ -152,8 +155,9 @@ class ModelAdapter:
 class _GivenHidden(nn.Module):
     """Stands where the decoder was, and returns as hidden states what it is given."""
 
-    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
+        # The output of mixtures of experts has the fields of all others, too.
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def _base_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -178,11 +182,14 @@ def _checked_calls(base: PreTrainedModel, num_layers: int) -> list[AttentionCall
     """The attention calls of all layers, which must be alike and one per layer, in order."""
     try:
         with torch.inference_mode():
-            calls = trace_attention(base, torch.zeros(1, 2, dtype=torch.int64, device=base.device))
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=base.device)
+            calls = trace_attention(base, {"input_ids": ids})
+    except UnsupportedModelError:
+        raise
     # Whatever a forward of unknown make does with our arguments, the answer is the same.
     except Exception as error:
         raise UnsupportedModelError(
-            f"its forward does not reach our attention ({type(error).__name__}: {error})"
+            f"its forward does not work with our attention ({type(error).__name__}: {error})"
         ) from error
     seen = [call.layer for call in calls]
     if seen != list(range(num_layers)):
@@ -204,6 +211,13 @@ def _check_call(call: AttentionCall, first: AttentionCall) -> None:
             f"layer {call.layer} has (query heads, KV heads, head_dim) {shape} and values of "
             f"{call.value_dim}; every layer must have {expected} and values as wide as keys"
         )
+
+
+def _trained_length(config: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise UnsupportedModelError("its config states no max_position_embeddings")
+    return length
 
 
 def _read_config(name: str, directory: Path, trust_remote_code: bool) -> Any:
@@ -243,6 +257,8 @@ def _read_model(
                 output_loading_info=True,
             )
     except Exception as error:  # as for the config
+        if IMPLEMENTATION in str(error):
+            raise UnsupportedModelError("its code does not let attention be replaced") from error
         raise ModelError(
             f"model={name!r}: not loaded from {directory} ({type(error).__name__}: {error}). "
             "If its files are damaged, delete that directory and load it again."

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from streamkv.errors import UnsupportedModelError
+
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], scale) -> [T, Hq, D]; q, k un-rotated."""
 
@@ -28,12 +30,13 @@ _REFUSED_ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """How one layer called attention.
 
     Attributes:
-        layer: `layer_idx` of the module.
+        module: the layer's attention module.
+        layer: its `layer_idx`.
         num_q_heads, num_kv_heads, head_dim: as in q and k.
         value_dim: elements of one head of v.
         scale: factor of the scores.
@@ -41,6 +44,7 @@ class AttentionCall:
         refused: what the layer asks for that no kernel here does.
     """
 
+    module: nn.Module
     layer: int
     num_q_heads: int
     num_kv_heads: int
@@ -56,10 +60,10 @@ def register_attention() -> None:
     AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
-def trace_attention(base: PreTrainedModel, input_ids: Tensor) -> list[AttentionCall]:
-    """Run `base` once over `input_ids` [1, T] and report its attention calls in order."""
+def trace_attention(base: PreTrainedModel, inputs: dict[str, Tensor]) -> list[AttentionCall]:
+    """Run `base` once, see `run_base`, and report its attention calls in order."""
     calls: list[AttentionCall] = []
-    run_base(base, {"input_ids": input_ids}, _attend_nothing, trace=calls)
+    run_base(base, inputs, attend_nothing, trace=calls)
     return calls
 
 
@@ -91,6 +95,11 @@ def run_base(
     return hidden
 
 
+def attend_nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Zeros of the right shape: the trace looks at the calls, not at the values."""
+    return q.new_zeros(*q.shape[:2], v.shape[2])
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -99,24 +108,32 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    streamkv_attend: Attend,
+    streamkv_attend: Attend | None = None,
     streamkv_trace: list[AttentionCall] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q, k, v [1, heads, T, head_dim] to [1, T, Hq, D]."""
+    if streamkv_attend is None:
+        raise UnsupportedModelError("its layers do not pass keyword arguments on to attention")
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module attributes are untyped
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if streamkv_trace is not None:
-        streamkv_trace.append(_describe(layer, query, key, value, scale, kwargs))
+        streamkv_trace.append(_describe(module, query, key, value, scale, kwargs))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return streamkv_attend(layer, q, k, v, scale)[None], None
 
 
 def _describe(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    kwargs: dict[str, Any],
 ) -> AttentionCall:
     return AttentionCall(
-        layer=layer,
+        module=module,
+        layer=module.layer_idx,  # type: ignore[arg-type]  # as above
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=key.shape[3],
@@ -127,8 +144,3 @@ def _describe(
             what for name, what in _REFUSED_ARGUMENTS.items() if kwargs.get(name) is not None
         ),
     )
-
-
-def _attend_nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Zeros of the right shape: the trace looks at the calls, not at the values."""
-    return q.new_zeros(*q.shape[:2], v.shape[2])

@@ -17,6 +17,9 @@ from typing import Any
 
 from streamkv.errors import ModelError
 
+MAX_NOTES = 256
+"""Notes kept, newest first; one that is gone is computed again."""
+
 
 def cache_root() -> Path:
     """`STREAMKV_CACHE`, else `XDG_CACHE_HOME/streamkv`, else `~/.cache/streamkv`."""
@@ -86,10 +89,17 @@ def write_note(name: str, value: Any) -> None:
         with os.fdopen(handle, "w") as file:
             json.dump(value, file)
         os.replace(made, path)
+        _forget_old_notes(path.parent)
 
 
 def _note_path(name: str) -> Path:
     return cache_root() / "notes" / f"{name}.json"
+
+
+def _forget_old_notes(directory: Path) -> None:
+    notes = sorted(directory.glob("*.json"), key=lambda note: note.stat().st_mtime_ns)
+    for note in notes[:-MAX_NOTES]:
+        note.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
