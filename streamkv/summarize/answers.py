@@ -19,7 +19,7 @@ MAX_NGRAM_REPEATS = 2
 # Scripts without spaces count by the character.
 _UNIT = re.compile(r"[぀-ヿ㐀-鿿가-힣฀-๿]|[^\W_]+")
 _MARK = re.compile(r"\s*(?:[-*•–—]+|\d{1,2}[.)])\s*")
-_ENDED = re.compile(r"[.!?…。！？।][\"'”’)\]]*$")
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*(?=\s|$)|[。！？।]")
 _STUTTER = re.compile(r"(.{1,24}?)\1{7,}", re.DOTALL)
 
 
@@ -62,8 +62,8 @@ def check_answer(
     points = _points(text)
     if not points:
         return Answer(problem=Problem.EMPTY)
-    if not ended and not _ENDED.search(points[-1]):
-        points.pop()
+    if not ended:
+        points = _complete(points)
     if not points:
         return Answer(problem=Problem.TRUNCATED)
     copied_from = _ngrams(_units(source))
@@ -82,6 +82,13 @@ def _points(text: str) -> list[str]:
             continue
         points[point] = None
     return list(points)
+
+
+def _complete(points: list[str]) -> list[str]:
+    """The points up to the last sentence that ends."""
+    *before, last = points
+    ends = [match.end() for match in _SENTENCE_END.finditer(last)]
+    return [*before, last[: ends[-1]]] if ends else before
 
 
 def _loops(text: str) -> bool:

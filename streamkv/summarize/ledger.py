@@ -26,7 +26,7 @@ class Ledger:
 
     Attributes:
         summaries: finished segments by index.
-        begun: text_chars of the session before each segment was said to it, by index.
+        begun: tokens of the session before each segment was said to it, by index.
         overall: the overall summary once it is made.
     """
 
@@ -62,10 +62,10 @@ class Ledger:
         """Whether nothing was recorded yet."""
         return not self.summaries and not self.begun and self.overall is None
 
-    def begin(self, index: int, text_chars: int) -> None:
-        """A segment is about to be said to the session, which has accepted `text_chars` so far."""
-        self._append({"begin": index, "text_chars": text_chars})
-        self.begun[index] = text_chars
+    def begin(self, index: int, num_tokens: int) -> None:
+        """A segment is about to be said to the session, whose stream has `num_tokens` so far."""
+        self._append({"begin": index, "num_tokens": num_tokens})
+        self.begun[index] = num_tokens
 
     def finish_segment(self, summary: SegmentSummary) -> None:
         """A segment is summarised."""
@@ -92,7 +92,7 @@ class Ledger:
 
     def _take(self, record: dict[str, Any]) -> None:
         if "begin" in record:
-            self.begun[int(record["begin"])] = int(record["text_chars"])
+            self.begun[int(record["begin"])] = int(record["num_tokens"])
         elif "segment" in record:
             summary = segment_from_json(record["segment"])
             self.summaries[summary.index] = summary

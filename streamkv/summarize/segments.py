@@ -90,10 +90,10 @@ def cut_segments(
 
 def cut_cue(cue: Cue, count_tokens: CountTokens, max_tokens: int) -> Iterator[Cue]:
     """The cue itself, or its parts if it is longer than `max_tokens`; no character is lost."""
-    if cue.speaker and count_tokens(cue.speaker + ": ") > max_tokens // 2:
-        # A name that long is no name; as text it can be cut.
-        text = cue.rendered
-        cue = dataclasses.replace(cue, text=text, speaker=None)
+    if cue.speaker:
+        # Only a tag that was never closed makes a name that long; of it the beginning will do.
+        name = _fitting_prefix(cue.speaker, count_tokens, max_tokens // 2)
+        cue = dataclasses.replace(cue, speaker=name)
     frame = dataclasses.replace(cue, text="")
     room = max_tokens - count_tokens(frame.rendered + "\n") - 2
     for part in cut_text(cue.text, count_tokens, room) if cue.text else [""]:

@@ -159,11 +159,12 @@ class _Run:
     def _summarize(self, session: SessionLike, segment: Segment) -> SegmentSummary:
         before = self._ledger.summaries.get(segment.index - 1)
         previous = [point.text for point in before.points] if before is not None else []
-        text_chars = session.stats().text_chars
+        num_tokens = session.stats().num_tokens
         begun = self._ledger.begun.get(segment.index)
-        if begun is not None and text_chars > begun:
+        # A turn is journaled whole or not at all, so that more tokens mean that it was said.
+        if begun is not None and num_tokens > begun:
             return self._interview.summarize(None, segment, previous)
-        self._ledger.begin(segment.index, text_chars)
+        self._ledger.begin(segment.index, num_tokens)
         return self._interview.summarize(session, segment, previous)
 
     def _report(self, covered: Coverage, total: Coverage, num_segments: int) -> None:

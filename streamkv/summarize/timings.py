@@ -7,7 +7,9 @@ _CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}|\d(?![\w:]))(?:[.,:](\d{1,3})\d*|[.,])?"
 _ARROW = r"(?:[-–—]{1,3}\s?>|,)"
 _TIMING = re.compile(rf"\s*{_CLOCK}\s*{_ARROW}\s*{_CLOCK}(?!\d)")
 _START = re.compile(rf"\s*{_CLOCK}(?!\d)")
-_BROKEN_TIMING = re.compile(r"\s*[\d:.,;]*\d\S*\s*-{2,3}>|\s*-{2,3}>\s*\d")
+_BROKEN_TIMING = re.compile(
+    rf"\s*[\d:.,;]*\d\S*\s*-{{2,3}}>|\s*-{{2,3}}>\s*\d|\s*{_CLOCK}\s+{_CLOCK}\s*$"
+)
 # Plain transcripts: [D:H:M:S], [H:M:S], [M:S], or H:M:S without brackets.
 _BRACKETED = re.compile(
     r"\s*[\[(](-?)(?:(\d+):)?(?:(\d+):)?(\d{1,3}):(\d{2})(?:[.,]\d+)?[\])]\s*[-–:]?\s*"

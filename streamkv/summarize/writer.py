@@ -105,7 +105,9 @@ def _place(place: Place) -> str:
 
 def _made_from(result: SummaryResult) -> str:
     num_gaps = len(result.gaps)
-    gaps = "none without a summary" if num_gaps == 0 else f"{num_gaps} places without a summary"
+    gaps = {0: "none without a summary", 1: "1 place without a summary"}.get(
+        num_gaps, f"{num_gaps} places without a summary"
+    )
     return (
         "---\n\n"
         f"{result.coverage.num_lines} lines read as {result.format} ({result.encoding}), all "

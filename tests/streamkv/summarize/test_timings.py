@@ -33,6 +33,7 @@ def test_a_broken_timing_keeps_the_start_if_that_can_be_read() -> None:
     problem = "malformed timing; the text is kept"
     assert parse_timing("00:00:09,000 --> 00:0x:11") == Timing(9.0, None, problem)
     assert parse_timing("0?:00:09,000 --> 00:00:11,000") == Timing(None, None, problem)
+    assert parse_timing("00:09.000 00:10.000") == Timing(9.0, None, problem)
 
 
 def test_doubtful_times_are_read_and_named() -> None:

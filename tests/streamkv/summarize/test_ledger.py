@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+
+from streamkv.errors import StoreError
+from streamkv.summarize.cues import TimeRange
+from streamkv.summarize.ledger import Ledger
+from streamkv.summarize.result import Gap, Overall, Place, Point, SegmentSummary
+from streamkv.summarize.segments import Coverage
+
+PLACE = Place(TimeRange(1.0, 2.5), ("Ada", "Grâce"), 3, 9)
+SUMMARY = SegmentSummary(
+    0,
+    PLACE,
+    Coverage(7, 210),
+    (Point("They met.\u2028Once.", PLACE),),
+    (Gap(Place(TimeRange(None, None), (), 8, 9), "no answer", "And so"),),
+)
+
+
+def filled(path: Path) -> Ledger:
+    ledger = Ledger.open(path)
+    ledger.begin(0, 17)
+    ledger.finish_segment(SUMMARY)
+    ledger.begin(1, 500)
+    return ledger
+
+
+def test_what_was_recorded_is_there_after_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "a.jsonl"
+    assert Ledger.open(path).is_empty
+    filled(path).finish(Overall("All met.", ""))
+    again = Ledger.open(path)
+    assert again.summaries == {0: SUMMARY}
+    assert again.begun == {0: 17, 1: 500}
+    assert again.overall == Overall("All met.", "")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    filled(path)
+    whole = path.read_bytes()
+    first, second, third = whole.splitlines(keepends=True)
+    for length in range(len(third)):
+        path.write_bytes(first + second + third[:length])
+        ledger = Ledger.open(path)
+        assert ledger.begun == {0: 17}
+        ledger.begin(1, 500)
+        assert path.read_bytes() == whole
+
+
+def test_nothing_after_an_unreadable_line_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    filled(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b'{"segment": {"index": 0}}\n' + lines[2])
+    assert Ledger.open(path).begun == {0: 17}
+    assert path.read_bytes() == lines[0]
+
+
+def test_without_a_path_it_lives_in_memory() -> None:
+    ledger = Ledger.open(None)
+    ledger.finish_segment(SUMMARY)
+    assert ledger.summaries == {0: SUMMARY}
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match=r"ledger .*file/a.jsonl"):
+        Ledger.open(tmp_path / "file" / "a.jsonl")
