@@ -1,0 +1,165 @@
+"""How the bytes of a frame are written: as they are, or smaller.
+
+Invariant: every codec here is lossless, bit for bit, NaN payloads included: bytes go in and the
+same bytes come out, and a coded frame is never longer than the frame. A codec may be used from
+any number of threads. This module does not know records, checksums or files; `decode` is handed
+bytes whose checksum is right, and still refuses what it cannot have written.
+"""
+
+import struct
+import threading
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from streamkv.errors import ConfigError, StoreError
+
+Bytes = npt.NDArray[np.uint8]
+
+ZSTD_LEVEL = 1
+"""Higher levels gain under 1 % on KV and cost half the speed."""
+
+
+class CodecError(StoreError):
+    """Coded bytes that this codec cannot have written."""
+
+
+class Codec(Protocol):
+    """Codes frames of bytes.
+
+    Attributes:
+        name: as in the option `codec`.
+        code: the same as one byte, in record headers; never given to another codec.
+    """
+
+    name: str
+    code: int
+
+    def encode(self, frame: Bytes) -> bytes:
+        """The coded form of `frame` (uint8 `[frame_bytes]`, contiguous), at most as long."""
+        ...
+
+    def decode(self, coded: Bytes, out: Bytes) -> None:
+        """Fill `out` (uint8 `[frame_bytes]`, contiguous) from its coded form.
+
+        Raises:
+            CodecError: `coded` is not the coded form of a frame of that size.
+        """
+        ...
+
+
+class RawCodec:
+    """The bytes as they are."""
+
+    name = "raw"
+    code = 0
+
+    def encode(self, frame: Bytes) -> bytes:
+        return frame.tobytes()
+
+    def decode(self, coded: Bytes, out: Bytes) -> None:
+        if coded.size != out.size:
+            raise CodecError(f"raw frame of {coded.size} bytes, expected {out.size}")
+        out[:] = coded
+
+
+class ZstdCodec:
+    """Byte planes, then zstd.
+
+    The bytes of the elements are parted into planes (all first bytes, all second bytes, ...), so
+    that sign and exponent, which repeat, lie apart from the mantissa, which does not. Measured on
+    the bf16 KV of SmolLM2: ratio 1.44; zstd without planes 1.26. Coded form: one u32 length per
+    plane, then the planes; a plane that zstd cannot shrink is kept as it is (its length says so),
+    and so is a whole frame.
+    """
+
+    name = "zstd"
+    code = 1
+
+    def __init__(self, element_bytes: int) -> None:
+        self._num_planes = element_bytes
+        self._lengths = struct.Struct(f"<{element_bytes}I")
+        self._threads = (
+            threading.local()
+        )  # one (de)compressor shared by threads corrupts or crashes
+
+    def encode(self, frame: Bytes) -> bytes:
+        elements = frame.reshape(-1, self._num_planes)
+        planes = [self._shrink(elements[:, i].tobytes()) for i in range(self._num_planes)]
+        coded = b"".join([self._lengths.pack(*map(len, planes)), *planes])
+        return coded if len(coded) < frame.size else frame.tobytes()
+
+    def decode(self, coded: Bytes, out: Bytes) -> None:
+        if coded.size == out.size:
+            out[:] = coded
+            return
+        elements = out.reshape(-1, self._num_planes)
+        start = self._lengths.size
+        lengths = self._lengths.unpack(coded[:start].tobytes()) if coded.size >= start else ()
+        if not lengths or start + sum(lengths) != coded.size:
+            raise CodecError(f"zstd frame of {coded.size} bytes with planes of {lengths} bytes")
+        for i, length in enumerate(lengths):
+            elements[:, i] = self._expand(coded[start : start + length], len(elements))
+            start += length
+
+    def _shrink(self, plane: bytes) -> bytes:
+        coded = self._compressor().compress(plane)
+        return coded if len(coded) < len(plane) else plane
+
+    def _expand(self, coded: Bytes, plane_bytes: int) -> Bytes:
+        if coded.size == plane_bytes:
+            return coded
+        try:
+            size = zstandard.frame_content_size(coded.data)
+            if size != plane_bytes:  # checked first: zstd allocates what the frame claims
+                raise CodecError(f"zstd plane of {size} bytes, expected {plane_bytes}")
+            plane = self._decompressor().decompress(coded.data)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"zstd: {error}") from error
+        return np.frombuffer(plane, dtype=np.uint8)
+
+    def _compressor(self) -> zstandard.ZstdCompressor:
+        if not hasattr(self._threads, "compressor"):
+            self._threads.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        compressor: zstandard.ZstdCompressor = self._threads.compressor
+        return compressor
+
+    def _decompressor(self) -> zstandard.ZstdDecompressor:
+        if not hasattr(self._threads, "decompressor"):
+            self._threads.decompressor = zstandard.ZstdDecompressor()
+        decompressor: zstandard.ZstdDecompressor = self._threads.decompressor
+        return decompressor
+
+
+class Codecs:
+    """All codecs for one element size: a store may hold records of each."""
+
+    def __init__(self, element_bytes: int) -> None:
+        codecs: tuple[Codec, ...] = (RawCodec(), ZstdCodec(element_bytes))
+        self._by_name = {codec.name: codec for codec in codecs}
+        self._by_code = {codec.code: codec for codec in codecs}
+
+    def named(self, name: str) -> Codec:
+        """The codec of the option `codec`.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        codec = self._by_name.get(name)
+        if codec is None:
+            remedy = f"Use one of {', '.join(map(repr, self._by_name))}."
+            raise ConfigError("codec", name, "not a codec", remedy)
+        return codec
+
+    def coded(self, code: int) -> Codec:
+        """The codec that a record header names.
+
+        Raises:
+            CodecError: none has that code.
+        """
+        codec = self._by_code.get(code)
+        if codec is None:
+            raise CodecError(f"codec {code} is unknown to this version")
+        return codec

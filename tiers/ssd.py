@@ -1,0 +1,267 @@
+"""The ssd tier: blocks in an LMDB file.
+
+Invariant: LMDB's errors leave this module as `StoreError`s, a full map and a full disk as
+`NoRoomError`, and a file that was cut short cannot kill the process. This is the only module that
+imports lmdb; it does not know records, limits or eviction.
+"""
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import lmdb
+
+from streamkv.errors import StoreError, StoreFormatError
+from streamkv.tiers.faults import fault_point
+from streamkv.tiers.record import PieceLayout
+from streamkv.tiers.store_files import (
+    DATA_FILE,
+    READERS_FILE,
+    sync_path,
+)
+from streamkv.tiers.store_format import StoreFormat, StoreIdentity
+from streamkv.tiers.store_lock import FileLock
+from streamkv.tiers.store_tables import FORMAT_KEY, TABLE_NAMES, Tables, Transaction
+from streamkv.tiers.store_tier import StoreTier
+from streamkv.tiers.store_view import Snapshot, StoreReadError, StoreView
+from streamkv.tiers.store_writer import NoRoomError
+from streamkv.tiers.usage import TierUsage
+
+__all__ = ["LmdbFile", "SsdReader", "SsdTier", "StoreIdentity", "open_existing"]
+
+_MAX_READERS = 1024
+# LMDB says EIO when a write was cut short, which is how a disk that is filling up begins to refuse.
+_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_REMEDY = "Delete that directory (it is a cache; sessions compute anew what they need)."
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LmdbFile:
+    """An open LMDB environment whose errors are `StoreError`s.
+
+    Args:
+        path: directory of the store.
+        limit_bytes: size of the map, so of the file; None opens for reading only.
+
+    Raises:
+        StoreFormatError: not an LMDB file that this version reads.
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int | None) -> None:
+        self.path = path
+        self.readonly = limit_bytes is None
+        # A reader's map is as large as the writer's (0), so that it need not follow its growth.
+        map_bytes = (limit_bytes or 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        with self._errors():
+            self._env = lmdb.open(
+                str(path),
+                map_size=map_bytes,
+                readonly=self.readonly,
+                create=not self.readonly,
+                metasync=False,  # commits stay atomic and ordered; sync() makes them durable
+                mode=0o600,
+                max_readers=_MAX_READERS,
+                max_dbs=len(TABLE_NAMES),
+            )
+            self.page_bytes = int(self._env.stat()["psize"])
+            self.forget_dead_readers()
+        try:
+            self._mend_truncation()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def tables(self, opened: StoreFormat | None) -> tuple[StoreFormat, Tables]:
+        """The header and the tables.
+
+        Args:
+            opened: written if the store is new, else compared; None takes the store as it is.
+
+        Raises:
+            StoreFormatError: no streamkv store, or another one than `opened`.
+        """
+        with self._errors(), self._env.begin(write=not self.readonly, buffers=True) as txn:
+            stored = self._stored_format(txn, opened)
+            databases = {name: self._database(name, txn) for name in TABLE_NAMES}
+            if opened is not None:
+                stored.check(opened, self.path)
+                txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
+            layout = PieceLayout.of(stored.spec, self.page_bytes)
+            return stored, Tables(databases, stored.spec, layout)
+
+    @contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A read transaction; what it hands out is valid only inside."""
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise StoreReadError(f"{self.path}: {error}") from error
+
+    def commit(self, change: Callable[[Transaction], T]) -> T:
+        """Run `change` in one write transaction; any error undoes it."""
+        with self._errors(), self._env.begin(write=True, buffers=True) as txn:
+            result = change(txn)
+            fault_point("ssd.commit")
+            return result
+
+    def sync(self) -> None:
+        """Make everything committed durable."""
+        with self._errors():
+            fault_point("ssd.fsync")
+            self._env.sync(True)
+
+    def copy_compacted(self, directory: Path) -> None:
+        """Write a copy without free pages into an empty `directory`, durably."""
+        with self._errors():
+            self._env.copy(str(directory), compact=True)
+            os.chmod(directory / DATA_FILE, 0o600)
+            fault_point("ssd.fsync")
+            sync_path(directory / DATA_FILE)
+
+    def num_pages(self) -> int:
+        """Pages of the file."""
+        return (self.path / DATA_FILE).stat().st_size // self.page_bytes
+
+    def forget_dead_readers(self) -> None:
+        """Let pages be reused that readers held which are no more."""
+        self._env.reader_check()
+
+    def close(self) -> None:
+        """Close the environment; no transaction may be open."""
+        self._env.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise NoRoomError(
+                f"{self.path} has no room within its limit. Raise ssd_bytes.", on_disk=False
+            ) from error
+        except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            raise StoreFormatError(
+                f"{self.path / DATA_FILE} is not a file that this version reads. {_REMEDY}"
+            ) from error
+        except (lmdb.Error, OSError) as error:
+            if isinstance(error, lmdb.DiskError) or _errno(error) in _FULL_ERRNOS:
+                raise NoRoomError(
+                    f"The disk of {self.path} takes no more ({error}). Free some space.",
+                    on_disk=True,
+                ) from error
+            raise StoreError(f"{self.path}: {error}. {_REMEDY}") from error
+
+    def _stored_format(self, txn: Any, opened: StoreFormat | None) -> StoreFormat:
+        with txn.cursor() as cursor:
+            names = {bytes(name).decode(errors="replace") for name in cursor.iternext(values=False)}
+        if not names and opened is not None:
+            return opened
+        packed = None
+        if "format" in names:
+            packed = bytes(txn.get(FORMAT_KEY, db=self._database("format", txn)) or b"")
+        return StoreFormat.unpack(packed, self.path)
+
+    def _database(self, name: str, txn: Any) -> Any:
+        return self._env.open_db(name.encode(), txn=txn, create=not self.readonly)
+
+    def _mend_truncation(self) -> None:
+        """See that every used page lies inside the file: reading beyond its end kills."""
+        wanted = (int(self._env.info()["last_pgno"]) + 1) * self.page_bytes
+        size = (self.path / DATA_FILE).stat().st_size
+        if size >= wanted:
+            return
+        if self.readonly:
+            raise StoreError(f"{self.path / DATA_FILE} was cut short. Open it for writing once.")
+        logger.warning("%s was cut from %d to %d bytes", self.path / DATA_FILE, wanted, size)
+        os.truncate(self.path / DATA_FILE, wanted)  # what is gone reads as zeros: misses
+
+
+def _errno(error: Exception) -> int:
+    number = getattr(error, "code", 0) or getattr(error, "errno", 0)
+    return int(number or 0)
+
+
+class SsdTier(StoreTier):
+    """A store in an LMDB file, open for writing; see `StoreTier`."""
+
+    def _open_file(self) -> LmdbFile:
+        return LmdbFile(self.path, self.limit_bytes)
+
+
+class SsdReader(StoreView):
+    """A store, open for reading beside its writer, which may be another process.
+
+    Args:
+        path: directory of the store.
+
+    Attributes:
+        format: layout, model, weights, limit.
+
+    Raises:
+        StoreFormatError: no streamkv store, or one of another format version.
+        StoreLockedError: the store is being compacted.
+        StoreError: there is none, or it is open in this process already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / DATA_FILE).is_file():
+            raise StoreError(f"{path} holds no store.")
+        self.path = path
+        self._lock = FileLock(path / READERS_FILE, shared=True, remedy="Try again in a moment.")
+        try:
+            self._file = LmdbFile(path, None)
+            self.format, self._tables = self._file.tables(None)
+        except BaseException:
+            self.close()
+            raise
+
+    def usage(self) -> TierUsage:
+        """Blocks, bytes of live pages, and the limit set by the last writer."""
+        return self._usage(self.format.limit_bytes)
+
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return (self.path / DATA_FILE).stat().st_size
+
+    def close(self) -> None:
+        """Close the store; a second call does nothing."""
+        file: LmdbFile | None = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[Snapshot]:
+        with self._file.read() as txn:
+            yield Snapshot(txn, self._tables)
+
+    def _page_bytes(self) -> int:
+        return self._file.page_bytes
+
+
+def open_existing(path: Path) -> SsdTier:
+    """Open the store at `path` for writing as it was opened last, whatever model it belongs to.
+
+    Raises:
+        As `SsdReader` and `SsdTier`.
+    """
+    with SsdReader(path) as reader:
+        stored = reader.format
+    return SsdTier(
+        path, stored.spec, stored.identity, limit_bytes=stored.limit_bytes, codec=stored.codec
+    )

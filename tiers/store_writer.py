@@ -1,0 +1,232 @@
+"""Changing a store that has a limit: chunks, eviction, and one more try when there was no room.
+
+Invariant: after every committed change the live pages are within the budget, and what is
+remembered here agrees with the tables: nothing is remembered before its transaction is committed.
+Records of the write itself and locked ones are never evicted. One thread at a time; the owner
+sees to that. This module does not know LMDB.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from streamkv.errors import StoreFullError
+from streamkv.tiers.eviction import Eviction, Victims
+from streamkv.tiers.faults import fault_point
+from streamkv.tiers.record import BadRecordError, EncodedRecord
+from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.store_files import BALLAST_BYTES, Ballast
+from streamkv.tiers.store_room import StoreRoom
+from streamkv.tiers.store_tables import Tables, Transaction
+from streamkv.tiers.usage import Counters
+
+WRITE_COUNTERS = ("writes", "duplicates", "evictions", "deletes", "full_retries", "bytes_written")
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NoRoomError(StoreFullError):
+    """A transaction was undone because its pages found no room.
+
+    Attributes:
+        on_disk: the disk is full, not the map.
+    """
+
+    def __init__(self, message: str, *, on_disk: bool) -> None:
+        super().__init__(message)
+        self.on_disk = on_disk
+
+
+class StoreFile(Protocol):
+    """The file below the tables."""
+
+    path: Path
+
+    def commit(self, change: Callable[[Transaction], T]) -> T:
+        """Run `change` in one write transaction; any error undoes it.
+
+        Raises:
+            NoRoomError: no room in the map, or on the disk.
+        """
+        ...
+
+    def num_pages(self) -> int:
+        """Pages of the file."""
+        ...
+
+    def forget_dead_readers(self) -> None:
+        """Let pages be reused that readers held which are no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Records of one write transaction, and the keys of the whole write."""
+
+    records: tuple[EncodedRecord, ...]
+    protected: frozenset[BlockKey]
+    num_pages: int
+
+
+class StoreWriter:
+    """Writes, deletes and locks records.
+
+    Args:
+        file: runs the transactions.
+        tables: tables of `file`.
+        room: how much may be stored.
+        counters: has `WRITE_COUNTERS`.
+    """
+
+    def __init__(
+        self, file: StoreFile, tables: Tables, room: StoreRoom, counters: Counters
+    ) -> None:
+        self._file = file
+        self._tables = tables
+        self._room = room
+        self._counters = counters
+        self._eviction = Eviction(file.commit(tables.manifests))
+        self._ceiling_pages: int | None = None
+        self._ballast = Ballast(file.path)
+        self._ballast.hold()
+
+    def write(self, records: Iterable[EncodedRecord], protected: frozenset[BlockKey]) -> None:
+        """Store `records`, in order, a chunk per transaction.
+
+        Args:
+            protected: keys not to be evicted for it.
+
+        Raises:
+            StoreFullError: no room, and no more to evict; chunks before stay stored.
+        """
+        for chunk in self._chunks(records, protected):
+            victims = self._change(partial(self._store, chunk), chunk)
+            self._evicted(victims)
+            self._counters.add("writes", len(chunk.records))
+            num_bytes = sum(sum(record.lengths) for record in chunk.records)
+            self._counters.add("bytes_written", num_bytes)
+
+    def delete(self, keys: Iterable[BlockKey]) -> None:
+        """Remove records; those that a manifest names stay."""
+        doomed = [key for key in keys if not self._eviction.is_locked(key)]
+        self._counters.add("deletes", self._change(partial(self._remove, doomed)))
+
+    def manifest(self, session: str) -> list[BlockKey]:
+        """Keys that the resume of `session` needs, as set."""
+        return list(self._eviction.manifests.get(session, ()))
+
+    def set_manifest(self, session: str, keys: Sequence[BlockKey]) -> None:
+        """Lock `keys` for `session` in place of those before."""
+        released = self._eviction.released_by(session, keys)
+
+        def change(txn: Transaction) -> int | None:
+            self._tables.put_manifest(txn, session, list(keys))
+            return self._oldest(released, txn)
+
+        self._eviction.replace(session, keys, self._change(change))
+
+    def shrink(self) -> None:
+        """Evict until the live pages are within the budget, as far as locks allow."""
+        while True:
+            victims = self._change(partial(self._evict, self._room.chunk_pages))
+            self._evicted(victims)
+            if not victims.rows:
+                return
+
+    def _chunks(
+        self, records: Iterable[EncodedRecord], protected: frozenset[BlockKey]
+    ) -> Iterator[Chunk]:
+        batch: list[EncodedRecord] = []
+        num_pages = 0
+        for record in records:
+            pages = self._tables.layout.num_pages(sum(record.lengths))
+            if batch and num_pages + pages > self._room.chunk_pages:
+                yield Chunk(tuple(batch), protected, num_pages)
+                batch, num_pages = [], 0
+            batch.append(record)
+            num_pages += pages
+        if batch:
+            yield Chunk(tuple(batch), protected, num_pages)
+
+    def _store(self, chunk: Chunk, txn: Transaction) -> Victims:
+        excess = self._tables.live_pages(txn) + chunk.num_pages - self._budget()
+        victims = self._evict(excess, txn, chunk.protected)
+        if victims.num_pages < excess:
+            raise StoreFullError(
+                f"{self._file.path} is full of blocks that sessions need to resume. "
+                "Raise ssd_bytes, or delete sessions."
+            )
+        for record in chunk.records:
+            fault_point("ssd.put")
+            self._tables.put(txn, record)
+        return victims
+
+    def _evict(
+        self, num_pages: int, txn: Transaction, protected: Collection[BlockKey] = ()
+    ) -> Victims:
+        rows = self._tables.rows(txn, self._eviction.scan_from)
+        victims = self._eviction.choose(rows, num_pages, self._tables.layout.piece_pages, protected)
+        for row in victims.rows:
+            self._tables.remove_row(txn, row)
+        return victims
+
+    def _evicted(self, victims: Victims) -> None:
+        self._eviction.removed(victims)
+        self._counters.add("evictions", len(victims.rows))
+
+    def _remove(self, keys: list[BlockKey], txn: Transaction) -> int:
+        return sum(self._tables.remove(txn, key) for key in keys)
+
+    def _oldest(self, keys: list[BlockKey], txn: Transaction) -> int | None:
+        sequences: list[int] = []
+        for key in keys:
+            try:
+                header = self._tables.header(txn, key)
+            except BadRecordError:
+                return 0  # its place is unknown: look from the start
+            if header is not None:
+                sequences.append(header.sequence)
+        return min(sequences, default=None)
+
+    def _change(self, change: Callable[[Transaction], T], chunk: Chunk | None = None) -> T:
+        try:
+            return self._file.commit(change)
+        except NoRoomError as error:
+            logger.warning("ssd store: %s Evicting, then once more.", error)
+            self._counters.add("full_retries")
+            self._make_room(error, chunk)
+            return self._file.commit(change)
+
+    def _make_room(self, error: NoRoomError, chunk: Chunk | None) -> None:
+        if error.on_disk:
+            self._ceiling_pages = self._file.num_pages()
+        self._file.forget_dead_readers()
+        self._ballast.release()
+        try:
+            self._evicted(self._file.commit(partial(self._evict_for, chunk)))
+            # Pages freed by one transaction can be taken by the second one after it.
+            self._file.commit(self._tables.tick)
+        finally:
+            self._ballast.hold()
+
+    def _evict_for(self, chunk: Chunk | None, txn: Transaction) -> Victims:
+        wanted = max(chunk.num_pages if chunk else 0, self._tables.layout.piece_pages)
+        excess = self._tables.live_pages(txn) + wanted - self._budget()
+        protected = chunk.protected if chunk else frozenset()
+        return self._evict(max(excess, 2 * wanted), txn, protected)
+
+    def _budget(self) -> int:
+        if self._ceiling_pages is not None and self._disk_has_room():
+            self._ceiling_pages = None
+        return self._room.budget(self._ceiling_pages)
+
+    def _disk_has_room(self) -> bool:
+        disk = os.statvfs(self._file.path)
+        wanted = 2 * BALLAST_BYTES + 4 * self._room.chunk_pages * self._room.page_bytes
+        return disk.f_bavail * disk.f_frsize > wanted
