@@ -6,7 +6,6 @@ is as good as the first. What is read back was written; damage is an error or a 
 answer. It knows neither models nor blocks, and is used by one thread at a time.
 """
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -281,7 +280,7 @@ def _read_header(path: Path, fd: int) -> tuple[SessionHeader, int, int]:
         raise _damaged(path, len(MAGIC), "it is the header")
     try:
         version, header = decode_header(frame.payload)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, len(MAGIC), "it is the header") from error
     if header is None:
         raise StoreFormatError(

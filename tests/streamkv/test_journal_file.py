@@ -1,8 +1,7 @@
 import fcntl
 import os
+import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,11 @@ import pytest
 from streamkv import journal_file
 from streamkv.errors import JournalError, SessionError
 
-HOLD_LOCK = """
-import os, sys
-from pathlib import Path
-from streamkv.journal_file import open_locked
-fd = open_locked(Path(sys.argv[1]))
-print("locked", flush=True)
-sys.stdin.read()
-"""
+
+def hold_lock_until_killed(path: Path, ready: int) -> None:
+    journal_file.open_locked(path)
+    os.write(ready, b"locked")
+    signal.pause()
 
 
 @pytest.fixture
@@ -63,15 +59,20 @@ def test_a_created_file_is_locked_until_closed(path: Path) -> None:
 
 def test_a_second_process_is_told_who_holds_the_lock(path: Path) -> None:
     os.close(journal_file.create_locked(path, b""))
-    command = [sys.executable, "-c", HOLD_LOCK, str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "locked\n"
-        with pytest.raises(SessionError, match=rf"in process {owner.pid}\. Close it there"):
-            journal_file.open_locked(path)
-        owner.kill()
+    reader, writer = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        try:
+            hold_lock_until_killed(path, writer)
+        finally:
+            os._exit(1)
+    assert os.read(reader, 6) == b"locked"
+    with pytest.raises(SessionError, match=rf"in process {owner}\. Close it there"):
+        journal_file.open_locked(path)
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    os.close(reader)
+    os.close(writer)
     # The lock dies with its owner: no stale lock file to clean up.
     os.close(journal_file.open_locked(path))
 
