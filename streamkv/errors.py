@@ -1,20 +1,20 @@
 """The exceptions of streamkv. This module imports nothing, so that every part may use it.
 
-    StreamKVError
-    ├── ConfigError (also ValueError)       an option: names field, value and remedy
-    │   └── UnknownOptionError (TypeError)  an option that does not exist
-    ├── InputError (also ValueError)        text, token ids or a name given by the caller
-    ├── ModelError                          a model that cannot be found, loaded or supported
-    │   └── UnsupportedModelError           the numeric probe refused it
-    ├── SessionError                        a session in a state that forbids the call
-    ├── PoolFullError                       no free block in a pool
-    ├── StoreError                          the ssd store
-    │   ├── StoreFormatError                another format version, model or weights
-    │   ├── StoreLockedError                open in another process
-    │   └── StoreFullError                  no room left in the store, or on the disk below it
-    ├── JournalError                        the journal cannot be written or read
-    ├── EngineClosedError                   the engine was closed while the call waited
-    └── ServerError                         the WebSocket server or client
+StreamKVError
+├── ConfigError (also ValueError)       an option: names field, value and remedy
+│   └── UnknownOptionError (TypeError)  an option that does not exist
+├── InputError (also ValueError)        text, token ids or a name given by the caller
+├── ModelError                          a model that cannot be found, loaded or supported
+│   └── UnsupportedModelError           the numeric probe refused it
+├── SessionError                        a session in a state that forbids the call
+├── PoolFullError                       no free block in a pool
+├── StoreError                          the ssd store
+│   ├── StoreFormatError                another format version, model or weights
+│   ├── StoreLockedError                open in another process
+│   └── StoreFullError                  no room left in the store, or on the disk below it
+├── JournalError                        the journal cannot be written or read
+├── EngineClosedError                   the engine was closed while the call waited
+└── ServerError                         the WebSocket server or client
 """
 
 

@@ -1,0 +1,136 @@
+"""A sequence's live blocks in order, and the entries that attention reads. Pure bookkeeping.
+
+A block is live while a query still to come may see one of its tokens. A live block contributes
+
+    one sink entry per run of sink tokens in it       (distance capped, seen for ever)
+    one window entry per run of other tokens in it    (never capped, seen for `window_size` tokens)
+
+and no entry ever changes while the stream moves, except the growing end of the open block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streamkv.tiers.spec import BlockKey
+from streamkv.window import NO_CAP, Window
+
+
+class TableEntry(NamedTuple):
+    """A run of tokens of one block that attention reads.
+
+    `distance = min(query_index - start, cap)`; slot j holds token `start + j`, valid from
+    `first_valid` up to `end_valid`.
+    """
+
+    pool: str
+    block_id: int
+    start: int
+    cap: int
+    first_valid: int
+    end_valid: int
+
+
+@dataclass(slots=True)
+class LiveBlock:
+    """A block of the gpu pool that the sequence holds.
+
+    Attributes:
+        block_index: which block of the stream: its first token is `block_index * block_size`.
+        block_id: where it lies in the gpu pool.
+        key: its name once it is full and exact, else `None`.
+    """
+
+    block_index: int
+    block_id: int
+    key: BlockKey | None = None
+
+
+class BlockTable:
+    """Live blocks of one sequence, by block index, ascending."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[int, LiveBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[LiveBlock]:
+        return iter(self._blocks.values())
+
+    def __contains__(self, block_index: int) -> bool:
+        return block_index in self._blocks
+
+    def __getitem__(self, block_index: int) -> LiveBlock:
+        return self._blocks[block_index]
+
+    def add(self, block_index: int, block_id: int, key: BlockKey | None = None) -> None:
+        """Append a block; block indices only grow."""
+        assert not self._blocks or block_index > next(reversed(self._blocks))
+        self._blocks[block_index] = LiveBlock(block_index, block_id, key)
+
+    def missing(self, first_token: int, end_token: int) -> list[int]:
+        """Block indices that hold `[first_token, end_token)` and are not live."""
+        first = first_token // self.block_size
+        last = (end_token - 1) // self.block_size
+        return [index for index in range(first, last + 1) if index not in self._blocks]
+
+    def take_expired(self, window: Window, next_query: int) -> list[LiveBlock]:
+        """Remove and return the blocks that no query from `next_query` on sees."""
+        size = self.block_size
+        expired = [
+            block
+            for index, block in self._blocks.items()
+            if window.is_expired(index * size, (index + 1) * size, next_query)
+        ]
+        for block in expired:
+            del self._blocks[block.block_index]
+        return expired
+
+    def take_all(self) -> list[LiveBlock]:
+        """Remove and return every block."""
+        blocks = list(self._blocks.values())
+        self._blocks.clear()
+        return blocks
+
+    def slot(self, token_index: int) -> int:
+        """Slot of a token in the gpu pool: block_id * block_size + offset."""
+        index, offset = divmod(token_index, self.block_size)
+        return self._blocks[index].block_id * self.block_size + offset
+
+    def slots(self, first_token: int, end_token: int) -> list[int]:
+        """Slots of the tokens `[first_token, end_token)`."""
+        found: list[int] = []
+        size = self.block_size
+        for index in range(first_token // size, (end_token - 1) // size + 1):
+            base = self._blocks[index].block_id * size
+            low = max(0, first_token - index * size)
+            high = min(size, end_token - index * size)
+            found.extend(range(base + low, base + high))
+        return found
+
+    def entries(
+        self, window: Window, query_start: int, query_end: int
+    ) -> tuple[list[TableEntry], list[TableEntry]]:
+        """Sink entries and window entries for the queries `[query_start, query_end)`."""
+        sinks: list[TableEntry] = []
+        recent: list[TableEntry] = []
+        size = self.block_size
+        first_visible = window.first_visible(query_start)
+        for index, block in self._blocks.items():
+            start = index * size
+            end = min(start + size, query_end)
+            for low, high in window.sinks_in(start, end):
+                cap = window.sink_cap(low) + (low - start)
+                sinks.append(
+                    TableEntry("gpu", block.block_id, start, cap, low - start, high - start)
+                )
+            if end <= first_visible:
+                continue
+            for low, high in window.others_in(start, end):
+                if high > first_visible:
+                    recent.append(
+                        TableEntry("gpu", block.block_id, start, NO_CAP, low - start, high - start)
+                    )
+        return sinks, recent

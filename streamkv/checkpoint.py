@@ -1,0 +1,143 @@
+"""Checkpoints of one session: its sink and window blocks reach the ssd tier, then the journal says so.
+
+The order keeps a kill harmless: blocks are written and synced, then the CHECKPOINT record names them.
+The tier manager keeps the blocks of the checkpoint before until the one after this is done.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+from streamkv.errors import JournalError
+from streamkv.journal import Journal
+from streamkv.journal_records import Checkpoint
+from streamkv.sequence import Sequence
+from streamkv.tiers.jobs import CheckpointTicket
+from streamkv.tiers.keys import KEY_BYTES
+from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBlocks:
+    """What a resume at a block boundary needs.
+
+    Attributes:
+        token_index: tokens before it; a multiple of the block size.
+        chain_key: key of the block that ends there.
+        blocks: (block_index, key) of the sink and window blocks.
+    """
+
+    token_index: int
+    chain_key: BlockKey
+    blocks: tuple[tuple[int, BlockKey], ...]
+
+    def encode(self) -> bytes:
+        """What the CHECKPOINT record carries besides the token index."""
+        packed = (struct.pack("<Q", index) + key for index, key in self.blocks)
+        return self.chain_key + b"".join(packed)
+
+    @classmethod
+    def decode(cls, token_index: int, data: bytes) -> Self:
+        """The inverse of `encode`.
+
+        Raises:
+            JournalError: not the content of a CHECKPOINT record.
+        """
+        entry = 8 + KEY_BYTES
+        if len(data) < KEY_BYTES or (len(data) - KEY_BYTES) % entry:
+            raise JournalError(f"a CHECKPOINT record of {len(data)} bytes cannot be read")
+        blocks = tuple(
+            (struct.unpack_from("<Q", data, at)[0], BlockKey(data[at + 8 : at + entry]))
+            for at in range(KEY_BYTES, len(data), entry)
+        )
+        return cls(token_index, BlockKey(data[:KEY_BYTES]), blocks)
+
+
+class Checkpointer:
+    """Writes checkpoints of one sequence as it moves on.
+
+    Args:
+        name: the session's name.
+        sequence: the sequence.
+        journal: its journal.
+        tiers: owner of the blocks.
+        every: tokens between checkpoints.
+    """
+
+    def __init__(
+        self, name: str, sequence: Sequence, journal: Journal, tiers: TierManager, every: int
+    ) -> None:
+        self._name = name
+        self._sequence = sequence
+        self._journal = journal
+        self._tiers = tiers
+        self._every = every
+        self._journaled: WindowBlocks | None = None
+        self._pending: tuple[CheckpointTicket, WindowBlocks] | None = None
+
+    def resumed_from(self, blocks: WindowBlocks) -> None:
+        """The journal's newest checkpoint, from which the sequence was restored."""
+        self._journaled = blocks
+
+    def after_step(self) -> None:
+        """Journal a checkpoint that has been written, begin one that is due."""
+        if self._pending is not None and self._pending[0].done():
+            self.finish()
+        last = self._journaled.token_index if self._journaled else 0
+        if self._pending is None and self._sequence.num_computed - last >= self._every:
+            self.begin()
+
+    def begin(self) -> None:
+        """Hand the window to the writer; returns at once."""
+        window = self._window_blocks()
+        if window is None:
+            return
+        table = self._sequence.table
+        blocks = [(key, table[index].block_id) for index, key in window.blocks]
+        self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in hand and journal it.
+
+        Raises:
+            StoreError: the writer failed; the session goes on from the checkpoint before.
+            JournalError: the record cannot be written.
+        """
+        if self._pending is None:
+            return
+        ticket, window = self._pending
+        self._pending = None
+        if ticket.wait():
+            self._journal.append(Checkpoint(window.token_index, window.encode()))
+            self._journal.sync()
+            self._journaled = window
+
+    def finish_with_open_block(self, open_key: BlockKey) -> BlockKey | None:
+        """Write a last checkpoint that includes the open block, and wait for it.
+
+        Returns:
+            `open_key` if the open block is stored, `None` if there is none or it is not.
+        """
+        window = self._window_blocks()
+        if window is None:
+            return None
+        table = self._sequence.table
+        blocks = [(key, table[index].block_id) for index, key in window.blocks]
+        open_index = window.token_index // self._sequence.block_size
+        has_open = window.token_index < self._sequence.num_computed and open_index in table
+        if has_open:
+            blocks.append((open_key, table[open_index].block_id))
+        self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+        self.finish()
+        return open_key if has_open and self._journaled is window else None
+
+    def _window_blocks(self) -> WindowBlocks | None:
+        """The live blocks, if all that a resume needs are full and exact."""
+        sequence = self._sequence
+        token_index = sequence.num_computed - sequence.num_computed % sequence.block_size
+        full = [block for block in sequence.table if block.key is not None]
+        sealed = tuple((block.block_index, block.key) for block in full if block.key is not None)
+        if len(sealed) < len(sequence.table) - (token_index < sequence.num_computed):
+            return None
+        return WindowBlocks(token_index, sequence.chain_key, sealed)

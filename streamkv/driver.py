@@ -1,0 +1,257 @@
+"""Runs the steps of a session for a caller who waits, or for one who awaits.
+
+What a session does is written once, as a generator that yields
+
+    Compute, Call    an operation of the engine's thread; its result is sent back
+    NEED_ITEM        the next item of the user's iterable, or END
+    anything else    an output for the user
+
+The two classes here drive such a generator: `Outputs` from an ordinary thread, `AsyncOutputs` from an
+event loop that is never blocked. Both are lazy, may be abandoned at any point, and refuse to go on once
+the session has done something else in between.
+"""
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from streamkv.errors import SessionError
+from streamkv.step_loop import Call, Compute, StepLoop
+
+T = TypeVar("T")
+
+
+class Signal(Enum):
+    """What passes between a session's generator and its driver besides data."""
+
+    NEED_ITEM = "need item"
+    END = "end"
+
+
+NEED_ITEM = Signal.NEED_ITEM
+END = Signal.END
+
+Steps = Generator[Any, Any, None]
+
+
+class Turnstile:
+    """Lets one operation of a session proceed at a time, and only the newest."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._busy = False
+        self._newest: _Run[Any] | None = None
+
+    def enter(self, operation: "_Run[Any]", first: bool) -> None:
+        """Begin or go on with an operation; a new one ends the one before it.
+
+        Raises:
+            SessionError: another call is being carried out, or came in between.
+        """
+        if self._busy:
+            raise SessionError(
+                f"session {self._name!r} is busy with another call. Use one session from one place "
+                "at a time; open another session to work in parallel."
+            )
+        if first:
+            if self._newest is not None:
+                self._newest.finish()
+            self._newest = operation
+        elif self._newest is not operation:
+            raise SessionError(
+                f"session {self._name!r} has gone on with another call, so this iterator is stale. "
+                "Start a new one."
+            )
+        self._busy = True
+
+    def leave(self) -> None:
+        """The caller has control again."""
+        self._busy = False
+
+    def end(self, even_if_busy: bool = False) -> None:
+        """End the operation that is suspended, if there is one.
+
+        Raises:
+            SessionError: it is not suspended but being carried out.
+        """
+        if self._busy and not even_if_busy:
+            raise SessionError(
+                f"session {self._name!r} is busy with another call. End that one first."
+            )
+        if self._newest is not None and not self._busy:
+            self._newest.finish()
+            self._newest = None
+
+
+class _Run(Generic[T]):
+    """State that both drivers share."""
+
+    def __init__(self, loop: StepLoop, gate: Turnstile, steps: Steps, what: str) -> None:
+        self._loop = loop
+        self._gate = gate
+        self._steps = steps
+        self._what = what
+        self._started = False
+        self._ended = False
+
+    def _enter(self) -> None:
+        self._gate.enter(self, first=not self._started)
+        self._started = True
+
+    def finish(self) -> None:
+        """Close the generator: it journals that the operation ended here."""
+        if not self._ended:
+            self._ended = True
+            self._steps.close()
+
+    def __del__(self) -> None:
+        if not self._started and not self._ended:
+            warnings.warn(
+                f"{self._what} was never iterated, so it did nothing. Loop over it, or call run().",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class Outputs(_Run[T], Iterator[T]):
+    """Outputs of a session operation, computed as they are asked for."""
+
+    def __init__(
+        self, loop: StepLoop, gate: Turnstile, steps: Steps, what: str, items: Iterable[Any] = ()
+    ) -> None:
+        super().__init__(loop, gate, steps, what)
+        self._items = iter(items)
+
+    def __iter__(self) -> "Outputs[T]":
+        return self
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        self._enter()
+        try:
+            return self._advance()
+        except BaseException:
+            self.finish()
+            raise
+        finally:
+            self._gate.leave()
+
+    def _advance(self) -> T:
+        output = next(self._steps)
+        while True:
+            try:
+                if isinstance(output, Compute | Call):
+                    answer = _wait(self._loop.submit(output))
+                elif output is NEED_ITEM:
+                    answer = next(self._items, END)
+                else:
+                    return output  # type: ignore[no-any-return]  # the generator yields T
+            except BaseException as error:
+                output = self._steps.throw(error)
+            else:
+                output = self._steps.send(answer)
+
+    def close(self) -> None:
+        """Stop here. The session stays usable."""
+        self.finish()
+
+    def run(self) -> list[T]:
+        """Carry the operation to its end and return all outputs."""
+        return list(self)
+
+
+class AsyncOutputs(_Run[T], AsyncIterator[T]):
+    """The same for an event loop."""
+
+    def __init__(
+        self,
+        loop: StepLoop,
+        gate: Turnstile,
+        steps: Steps,
+        what: str,
+        items: "AsyncIterator[Any] | Iterator[Any]",
+    ) -> None:
+        super().__init__(loop, gate, steps, what)
+        self._items = items
+
+    def __aiter__(self) -> "AsyncOutputs[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        if self._ended:
+            raise StopAsyncIteration
+        self._enter()
+        try:
+            return await self._advance()
+        except StopIteration:
+            self.finish()
+            raise StopAsyncIteration from None
+        except BaseException:
+            self.finish()
+            raise
+        finally:
+            self._gate.leave()
+
+    async def _advance(self) -> T:
+        output = _resume(self._steps, None)
+        while True:
+            try:
+                if isinstance(output, Compute | Call):
+                    answer = await _await(self._loop.submit(output))
+                elif output is NEED_ITEM:
+                    answer = await self._next_item()
+                elif output is END:
+                    raise StopAsyncIteration
+                else:
+                    return output  # type: ignore[no-any-return]  # the generator yields T
+            except StopAsyncIteration:
+                raise
+            except BaseException as error:
+                output = self._steps.throw(error)
+            else:
+                output = _resume(self._steps, answer)
+
+    async def _next_item(self) -> Any:
+        if isinstance(self._items, AsyncIterator):
+            return await anext(self._items, END)
+        return next(self._items, END)
+
+    async def aclose(self) -> None:
+        """Stop here. The session stays usable."""
+        self.finish()
+
+    async def run(self) -> list[T]:
+        """Carry the operation to its end and return all outputs."""
+        return [output async for output in self]
+
+
+def _resume(steps: Steps, answer: Any) -> Any:
+    """The generator's next output, END when it has ended (StopIteration cannot cross an await)."""
+    try:
+        return steps.send(answer)
+    except StopIteration:
+        return END
+
+
+def _wait(future: "Future[Any]") -> Any:
+    """Result of a step. An interrupt is raised only after the step has ended: it cannot be undone."""
+    try:
+        return future.result()
+    except BaseException:
+        if not future.done():
+            future.exception()
+        raise
+
+
+async def _await(future: "Future[Any]") -> Any:
+    """The same without blocking: a cancelled task first sees its step through."""
+    wrapped = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(wrapped)
+    except asyncio.CancelledError:
+        await asyncio.wait([wrapped])
+        raise

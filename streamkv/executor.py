@@ -1,0 +1,60 @@
+"""Makes blocks live before a step and seals or drops them after it: sequence bookkeeping meets tiers."""
+
+from streamkv.batch import Batch, StepResult
+from streamkv.runner import Runner
+from streamkv.sequence import Sequence
+from streamkv.tiers.manager import TierManager
+
+
+class Executor:
+    """What the step loop drives.
+
+    Args:
+        runner: runs a batch.
+        tiers: owner of the blocks.
+    """
+
+    def __init__(self, runner: Runner, tiers: TierManager) -> None:
+        self._runner = runner
+        self._tiers = tiers
+
+    def prepare(self, batch: Batch) -> None:
+        """Allocate the blocks that the batch writes.
+
+        Raises:
+            PoolFullError: the gpu pool has no room; what was allocated stays with its sequence.
+        """
+        for step in batch.steps:
+            sequence = step.sequence
+            end = sequence.num_computed + step.query_len
+            for index in sequence.table.missing(sequence.num_computed, end):
+                sequence.table.add(index, self._tiers.allocate())
+
+    def run(self, batch: Batch) -> list[StepResult]:
+        """Compute the batch."""
+        return self._runner.run(batch)
+
+    def postprocess(self, batch: Batch) -> None:
+        """Count the tokens as computed; seal full blocks, then drop what no query needs."""
+        for step in batch.steps:
+            before = step.sequence.num_computed // step.sequence.block_size
+            for block_id, key in step.sequence.advance(step.query_len):
+                self._tiers.seal(block_id, key)
+            if step.sequence.num_computed // step.sequence.block_size > before:
+                self.drop_expired(step.sequence)
+
+    def drop_expired(self, sequence: Sequence) -> None:
+        """Give back the blocks that left the window of a sequence."""
+        for block_id, key in sequence.take_expired():
+            if key is None:
+                self._tiers.free(block_id)
+            else:
+                self._tiers.drop(block_id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back every block of a sequence."""
+        for block in sequence.table.take_all():
+            if block.key is None:
+                self._tiers.free(block.block_id)
+            else:
+                self._tiers.drop(block.block_id)

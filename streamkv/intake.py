@@ -1,0 +1,226 @@
+"""Accepting input: checked, encoded, written to the journal, and only then part of the stream.
+
+This is the one place where a stream grows. What it has returned from will be computed and survives a
+kill; what it refused has changed nothing.
+"""
+
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Ids
+from typing import Any
+
+from streamkv.chat import Segment
+from streamkv.errors import EngineClosedError, InputError, JournalError
+from streamkv.incremental import require_text
+from streamkv.journal import Journal
+from streamkv.journal_records import (
+    Fed,
+    Flushed,
+    Generated,
+    Given,
+    GivenKind,
+    Kept,
+    Record,
+)
+from streamkv.sequence import Sequence
+from streamkv.tokenizer import Tokenizer
+
+PIECE_CHARS = 4096
+"""Characters of a long text that are accepted at a time, so that memory and latency stay bounded."""
+
+PIECE_IDS = 4096
+"""The same for a long list of token ids."""
+
+
+def pieces(item: Any) -> Iterator[str | list[int]]:
+    """A fed item in pieces of bounded size; nothing for an empty one."""
+    size = PIECE_CHARS if isinstance(item, str) else PIECE_IDS
+    if not isinstance(item, str | list | tuple):
+        raise InputError(
+            "items", item, "not a text and not a list of token ids", "Yield str or list[int]."
+        )
+    for start in range(0, len(item), size):
+        piece = item[start : start + size]
+        yield piece if isinstance(piece, str) else list(piece)
+
+
+class Intake:
+    """Where the tokens of one session come in.
+
+    Args:
+        sequence: the stream.
+        tokenizer: of the model, with its chat template.
+        journal: of the session; `None` keeps nothing.
+        vocab_size: token ids are below it.
+        trained_length: positions that sink tokens and window may take together.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        tokenizer: Tokenizer,
+        journal: Journal | None,
+        vocab_size: int,
+        trained_length: int,
+    ) -> None:
+        self._sequence = sequence
+        self._tokenizer = tokenizer
+        self._journal = journal
+        self._vocab_size = vocab_size
+        self._trained_length = trained_length
+        self._encoder = tokenizer.encoder()
+        self._has_turns = False
+        self._closed = False
+        self.lock = threading.Lock()
+        self.text_chars = 0
+
+    def restore(self, text_chars: int, tail: str, has_turns: bool) -> None:
+        """Go on where the journal ends.
+
+        Args:
+            text_chars: characters accepted.
+            tail: accepted text that is not yet among the tokens.
+            has_turns: the stream holds turns, so an answer may be open.
+        """
+        at_start = self._sequence.num_tokens == 0
+        self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
+        self._has_turns = has_turns
+        self.text_chars = text_chars
+
+    def accept(self, piece: str | list[int]) -> None:
+        """Accept a piece of text, or token ids.
+
+        The last word of a text is held back until what follows shows where its tokens end.
+
+        Raises:
+            InputError: invalid Unicode, or a token id out of range.
+            JournalError: it could not be written, so it was not accepted.
+        """
+        if isinstance(piece, str):
+            self._accept_text(piece)
+        else:
+            self._check_ids(piece)
+            self.flush()
+            self._give(GivenKind.CALLER, piece)
+
+    def _accept_text(self, text: str) -> None:
+        require_text("items", text)
+        at_start = self._encoder.at_start
+        ids = self._encoder.push(text)
+        self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start)
+        self.text_chars += len(text)
+        self._sequence.append(ids)
+
+    def flush(self) -> None:
+        """Make tokens of the text that is held back.
+
+        Raises:
+            JournalError: it could not be written; the text stays held back.
+        """
+        at_start = self._encoder.at_start
+        ids = self._encoder.flush()
+        if ids:
+            self._write_or_restore(Flushed(tuple(ids)), at_start)
+            self._sequence.append(ids)
+
+    def _write_or_restore(self, record: Record, at_start: bool) -> None:
+        """Write what the encoder has just made; if that fails, put the encoder back."""
+        try:
+            self._write(record)
+        except (JournalError, EngineClosedError):
+            tail = self._journal.state.tail if self._journal is not None else ""
+            self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
+            raise
+
+    def begin(self, ids: Ids[int]) -> None:
+        """Begin a new stream: a tokenizer's prefix, a system prompt."""
+        if ids:
+            self._give(GivenKind.SYSTEM, ids)
+            self._encoder = self._tokenizer.encoder(at_start=False)
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._closed = True
+
+    def turn(self, role: str, text: str) -> None:
+        """Accept a turn, up to where the answer begins.
+
+        Raises:
+            InputError: empty or invalid text, or a role that the template does not know.
+            JournalError: it could not be written.
+        """
+        require_text("text", text)
+        if not text.strip():
+            raise InputError("text", text, "an empty turn", "Say something.")
+        chat = self._tokenizer.chat
+        segments: list[Segment] = []
+        if self._has_turns:
+            segments.extend(chat.render_close(ended=self._ends_with_end_marker()))
+        segments.extend(chat.render_turn(role, text))
+        self.flush()
+        at_start = self._sequence.num_tokens == 0
+        ids = self._tokenizer.encode_segments(segments, at_start=at_start)
+        self._give(GivenKind.TEMPLATE, ids)
+        self._has_turns = True
+
+    def keep(self, text: str) -> None:
+        """Accept text whose tokens become sink tokens.
+
+        Raises:
+            InputError: empty or invalid text, or too many sink tokens.
+            JournalError: it could not be written.
+        """
+        require_text("text", text)
+        if not text:
+            raise InputError("text", text, "nothing to keep", "Pass at least one character.")
+        self.flush()
+        start = self._sequence.num_tokens
+        ids = self._tokenizer.encode(text, at_start=start == 0)
+        window = self._sequence.final_window.with_sinks(start, start + len(ids))
+        total = window.num_sink_tokens + window.window_size
+        if total > self._trained_length:
+            raise InputError(
+                "text",
+                text,
+                f"{window.num_sink_tokens} sink tokens and a window of {window.window_size} make "
+                f"{total}, beyond the trained length of {self._trained_length}",
+                "Keep less, or open the engine with a smaller window_size.",
+            )
+        self._give(GivenKind.CALLER, ids)
+        self._write(Kept(start, len(ids)))
+        self._sequence.change_window(start, window)
+
+    def generated(self, token_id: int) -> None:
+        """Accept a sampled token. It may be handed out once this has returned.
+
+        Raises:
+            JournalError: it could not be written.
+        """
+        self._write(Generated((token_id,)))
+        self._sequence.append((token_id,))
+
+    def _ends_with_end_marker(self) -> bool:
+        recent = self._sequence.recent_ids
+        return bool(recent) and recent[-1] in self._tokenizer.stop_ids
+
+    def _give(self, kind: GivenKind, ids: Ids[int]) -> None:
+        self._write(Given(kind, tuple(ids)))
+        self._sequence.append(ids)
+
+    def _write(self, record: Record) -> None:
+        with self.lock:
+            if self._closed:
+                raise EngineClosedError("The session was closed meanwhile. Open it again.")
+            if self._journal is not None:
+                self._journal.append(record)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        for token_id in ids:
+            is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self._vocab_size:
+                raise InputError(
+                    "token id",
+                    token_id,
+                    "outside the vocabulary",
+                    f"Use whole numbers from 0 to {self._vocab_size - 1}.",
+                )

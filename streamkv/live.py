@@ -1,0 +1,119 @@
+"""An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
+
+from dataclasses import dataclass
+
+from streamkv.checkpoint import Checkpointer
+from streamkv.detokenizer import IncrementalDecoder
+from streamkv.executor import Executor
+from streamkv.intake import Intake
+from streamkv.journal import Journal
+from streamkv.journal_records import Closed, Turn
+from streamkv.outputs import FinishReason, SessionStats
+from streamkv.recovery import open_block_key, stream_keys
+from streamkv.sampling import SamplingParams
+from streamkv.sequence import Sequence
+from streamkv.tiers.manager import TierManager
+from streamkv.tokenizer import Tokenizer
+from streamkv.window import Window
+
+
+@dataclass(slots=True)
+class LiveStream:
+    """What belongs to one open session.
+
+    Attributes:
+        name: the session's name.
+        sequence: its tokens and live blocks.
+        created_window: the window of the session's creation.
+        intake: where tokens come in.
+        journal: `None` without a store.
+        checkpointer: `None` without a store.
+        tokenizer: of the model.
+        tiers: owner of the blocks.
+        executor: gives blocks back.
+        prefill_chunk: tokens of a feed computed in one step.
+        resumed: the session existed before.
+    """
+
+    name: str
+    sequence: Sequence
+    created_window: Window
+    intake: Intake
+    journal: Journal | None
+    checkpointer: Checkpointer | None
+    tokenizer: Tokenizer
+    tiers: TierManager
+    executor: Executor
+    prefill_chunk: int
+    resumed: bool
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens by which the model ends a turn."""
+        return self.tokenizer.stop_ids
+
+    def decoder(self) -> IncrementalDecoder:
+        """Turns the ids that follow into text."""
+        return self.tokenizer.decoder(previous=list(self.sequence.recent_ids)[-8:])
+
+    def next_chunk(self) -> int:
+        """Tokens up to the next absolute multiple of the prefill chunk."""
+        return self.prefill_chunk - self.sequence.num_computed % self.prefill_chunk
+
+    def after_step(self) -> None:
+        """Called on the engine's thread after each step."""
+        if self.checkpointer is not None:
+            self.checkpointer.after_step()
+
+    def end_turn(self, params: SamplingParams, reason: FinishReason | None) -> None:
+        """Journal that a generation ended, and wait until all of it is on disk."""
+        if self.journal is not None:
+            shown = reason.value if reason else "abandoned"
+            self.journal.append(Turn({"reason": shown, "seed": params.seed}))
+            self.journal.sync()
+
+    def stats(self) -> SessionStats:
+        """Where the session stands."""
+        sequence = self.sequence
+        window = sequence.window
+        return SessionStats(
+            name=self.name,
+            num_tokens=sequence.num_tokens,
+            num_computed=sequence.num_computed,
+            num_sink_tokens=min(window.num_sink_tokens, sequence.num_tokens),
+            num_window_tokens=min(window.window_size, sequence.num_tokens),
+            text_chars=self.intake.text_chars,
+            num_blocks=len(sequence.table),
+            tiers=self.tiers.usage(),
+            counters=self.tiers.counters(),
+        )
+
+    def sleep(self) -> None:
+        """Store the window and the open block, journal it, and give the blocks back."""
+        with self.intake.lock:
+            self.intake.close()
+            try:
+                if self.journal is not None and self.checkpointer is not None:
+                    self._store_all(self.journal, self.checkpointer)
+            finally:
+                self.executor.release(self.sequence)
+                if self.journal is not None:
+                    self.journal.close()
+
+    def _store_all(self, journal: Journal, checkpointer: Checkpointer) -> None:
+        checkpointer.finish()
+        partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
+        journal.append(Closed(self.sequence.num_computed, partial or b""))
+        journal.sync()
+
+    def delete(self) -> None:
+        """Forget the session: blocks in every tier, then the journal."""
+        with self.intake.lock:
+            self.intake.close()
+            self.executor.release(self.sequence)
+            keys = []
+            if self.journal is not None:
+                keys = stream_keys(self.sequence, self.journal, self.created_window)
+            self.tiers.forget(self.name, keys).wait()
+            if self.journal is not None:
+                self.journal.delete()

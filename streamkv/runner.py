@@ -1,0 +1,117 @@
+"""Runs a batch through the model: packs the row, writes KV, attends, returns what was wanted.
+
+The runner owns the model and reads and writes the gpu pool; it decides nothing. Blocks for the new
+tokens must be live before `run`. Plans of attention are made once per step and serve all layers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.block_table import TableEntry
+from streamkv.kernels import cpu
+from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.table import SequenceTable
+from streamkv.model import ModelAdapter
+from streamkv.model_attention import Attend
+
+LOGIT_ROWS = 256
+"""Rows of logits made at once when scoring: 256 x 49,152 x 4 bytes are 50 MB."""
+
+
+def build_table(sinks: list[TableEntry], recent: list[TableEntry]) -> SequenceTable:
+    """Entries as tensors, sink entries first."""
+    rows = [entry[1:] for entry in (*sinks, *recent)]
+    columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t().contiguous()
+    return SequenceTable(*columns.unbind(0), num_sink_entries=len(sinks))
+
+
+class _Part(NamedTuple):
+    """Rows of the packed row that belong to one sequence, and how they attend."""
+
+    begin: int
+    end: int
+    plan: cpu.Plan
+
+
+class Runner:
+    """A model with its pool.
+
+    Args:
+        model: the adapter.
+        pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim].
+        max_distance: largest distance between a query and a key in use.
+    """
+
+    def __init__(self, model: ModelAdapter, pool: Tensor, max_distance: int) -> None:
+        self.model = model
+        self._pool = pool
+        self._rope = RopeTables(model.inv_freq, max_distance + 1)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[StepResult]:
+        """Compute the batch; one result per sequence, in the batch's order."""
+        ids: list[int] = []
+        slots: list[int] = []
+        parts: list[_Part] = []
+        for step in batch.steps:
+            sequence, begin = step.sequence, len(ids)
+            start, end = sequence.num_computed, sequence.num_computed + step.query_len
+            ids.extend(sequence.next_ids(step.query_len))
+            slots.extend(sequence.table.slots(start, end))
+            parts.append(_Part(begin, len(ids), self._plan(step)))
+        hidden = self.model.hidden(torch.tensor([ids]), self._attention(parts, slots))
+        return [
+            self._result(step, hidden[part.begin : part.end])
+            for step, part in zip(batch.steps, parts, strict=True)
+        ]
+
+    def _plan(self, step: SequenceStep) -> cpu.Plan:
+        sequence = step.sequence
+        start = sequence.num_computed
+        entries = sequence.table.entries(sequence.window, start, start + step.query_len)
+        return cpu.plan_attention(
+            build_table(*entries),
+            start,
+            step.query_len,
+            sequence.window.window_size,
+            self._rope,
+            self._pool,
+            self.model.num_q_heads,
+        )
+
+    def _attention(self, parts: list["_Part"], slots: list[int]) -> Attend:
+        pool = self._pool
+        written = cpu.plan_write(torch.tensor(slots), self._rope, pool)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            cpu.write_kv(pool, k, v, layer, written)
+            outs = [
+                cpu.attend(q[part.begin : part.end], pool, layer, part.plan, scale)
+                for part in parts
+            ]
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+        return attend
+
+    def _result(self, step: SequenceStep, hidden: Tensor) -> StepResult:
+        match step.wanted:
+            case Wanted.NOTHING:
+                return StepResult()
+            case Wanted.LOGITS:
+                return StepResult(logits=self.model.logits(hidden[-1:])[0])
+            case Wanted.SCORES:
+                return StepResult(scores=self._scores(step, hidden))
+
+    def _scores(self, step: SequenceStep, hidden: Tensor) -> Tensor:
+        available = min(step.query_len + 1, step.sequence.num_pending)
+        targets = torch.tensor(step.sequence.next_ids(available)[1:], dtype=torch.int64)
+        scores = torch.empty(len(targets), dtype=torch.float32)
+        for low in range(0, len(targets), LOGIT_ROWS):
+            part = targets[low : low + LOGIT_ROWS]
+            logits = self.model.logits(hidden[low : low + len(part)])
+            chosen = logits.gather(1, part[:, None])[:, 0]
+            scores[low : low + len(part)] = chosen - logits.logsumexp(1)
+        return scores

@@ -1,0 +1,197 @@
+"""Engine-side state of one stream: what is accepted, what is computed, what is live. No torch, no I/O.
+
+    0 ............ num_computed ........ num_tokens
+    KV exists      pending: accepted, journaled, not yet computed
+
+The last token of the stream stays pending until more is needed: its logits are made when they are used,
+so none are ever stored. Memory is bounded: ids of the window, ids of the open block, live blocks.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Ids
+from itertools import islice
+from typing import NamedTuple
+
+from streamkv.block_table import BlockTable
+from streamkv.tiers.keys import AttentionPolicy, child_key
+from streamkv.tiers.spec import BlockKey
+from streamkv.window import Window
+
+
+def policy_in_force(window: Window, first_token: int, num_tokens: int) -> bytes:
+    """Canonical bytes of how these tokens attend; part of their block's key."""
+    policy = AttentionPolicy("window", window.window_size, window.sink_ranges, "cache")
+    return policy.in_force(first_token, num_tokens)
+
+
+class Jump(NamedTuple):
+    """Tokens that a replay leaves out: `[source, target)`, both at block boundaries.
+
+    Attributes:
+        source, target: token indices.
+        chain_key: key of the block that ends at `target`.
+    """
+
+    source: int
+    target: int
+    chain_key: BlockKey
+
+
+class Sequence:
+    """One stream of tokens and its live blocks.
+
+    Attributes:
+        seq_id: which sequence of the engine.
+        window: in force for the next token to compute.
+        table: live blocks.
+        num_tokens: tokens accepted.
+        num_computed: tokens whose KV was computed.
+        pending: tokens accepted and not yet computed.
+        recent_ids: the newest ids, as many as the window has.
+        exact_from: blocks that start before it were computed without their whole past, on the way
+            to an exact window; they get no key.
+    """
+
+    def __init__(self, seq_id: int, window: Window, block_size: int, root: BlockKey) -> None:
+        self.seq_id = seq_id
+        self.window = window
+        self.table = BlockTable(block_size)
+        self.num_tokens = 0
+        self.num_computed = 0
+        self.pending: deque[int] = deque()
+        self.recent_ids: deque[int] = deque(maxlen=window.window_size)
+        self.exact_from = 0
+        self._window_changes: deque[tuple[int, Window]] = deque()
+        self._jump: Jump | None = None
+        self.root_key = root
+        self._chain_key = root
+        self._open_ids: list[int] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.table.block_size
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens accepted and not yet computed."""
+        return len(self.pending)
+
+    @property
+    def open_ids(self) -> list[int]:
+        """Computed ids of the open block."""
+        return self._open_ids
+
+    @property
+    def chain_key(self) -> BlockKey:
+        """Key of the last full block, or the root."""
+        return self._chain_key
+
+    @property
+    def final_window(self) -> Window:
+        """The window in force after every change that is announced."""
+        return self._window_changes[-1][1] if self._window_changes else self.window
+
+    @property
+    def next_boundary(self) -> int | None:
+        """Token index at which a step has to end, because the window changes or tokens are left out."""
+        changes = [self._window_changes[0][0]] if self._window_changes else []
+        jumps = [self._jump.source] if self._jump else []
+        return min(changes + jumps, default=None)
+
+    def set_window(self, window: Window) -> None:
+        """Begin with `window`; only before anything is computed or live."""
+        assert len(self.table) == 0
+        self.window = window
+        self._window_changes.clear()
+
+    def change_window(self, token_index: int, window: Window) -> None:
+        """Compute the tokens from `token_index` on with `window`."""
+        assert token_index >= self.num_computed
+        self._window_changes.append((token_index, window))
+        self._apply_window_change()
+
+    def _apply_window_change(self) -> None:
+        while self._window_changes and self._window_changes[0][0] <= self.num_computed:
+            self.window = self._window_changes.popleft()[1]
+
+    def append(self, ids: Ids[int]) -> None:
+        """Accept tokens: they are pending from now on."""
+        self.pending.extend(ids)
+        self.recent_ids.extend(ids)
+        self.num_tokens += len(ids)
+
+    def next_ids(self, query_len: int) -> list[int]:
+        """The first `query_len` pending ids."""
+        assert query_len <= len(self.pending)
+        return list(islice(self.pending, query_len))
+
+    def advance(self, query_len: int) -> list[tuple[int, BlockKey]]:
+        """Count `query_len` pending tokens as computed.
+
+        Returns:
+            (block_id, key) of each block that became full and is exact.
+        """
+        sealed = []
+        for _ in range(query_len):
+            self._open_ids.append(self.pending.popleft())
+            self.num_computed += 1
+            if len(self._open_ids) == self.block_size:
+                block = self._seal()
+                if block is not None:
+                    sealed.append(block)
+        self._apply_window_change()
+        self._apply_jump()
+        return sealed
+
+    def _apply_jump(self) -> None:
+        if self._jump is not None and self.num_computed == self._jump.source:
+            assert not self._open_ids
+            self.num_computed = self._jump.target
+            self._chain_key = self._jump.chain_key
+            self._jump = None
+
+    def _seal(self) -> tuple[int, BlockKey] | None:
+        index = self.num_computed // self.block_size - 1
+        start = index * self.block_size
+        policy = policy_in_force(self.window, start, self.block_size)
+        self._chain_key = child_key(self._chain_key, self._open_ids, policy)
+        self._open_ids = []
+        if start < self.exact_from or index not in self.table:
+            return None
+        block = self.table[index]
+        block.key = self._chain_key
+        return block.block_id, block.key
+
+    def take_expired(self) -> list[tuple[int, BlockKey | None]]:
+        """Remove blocks that neither the next query nor a resume at the last full block needs."""
+        resume_at = self.num_computed - self.num_computed % self.block_size
+        expired = self.table.take_expired(self.window, resume_at)
+        return [(block.block_id, block.key) for block in expired]
+
+    def restart_at(
+        self, token_index: int, chain_key: BlockKey, pending: Ids[int], jump: Jump | None = None
+    ) -> None:
+        """Go on from a block boundary whose window was restored, or from the start.
+
+        Args:
+            token_index: first token that is not computed; a multiple of the block size.
+            chain_key: key of the block that ends there.
+            pending: all accepted ids from `token_index` on that are to be computed.
+            jump: tokens to leave out on the way.
+        """
+        assert token_index % self.block_size == 0
+        skipped = jump.target - jump.source if jump else 0
+        self.num_computed = token_index
+        self.num_tokens = token_index + len(pending) + skipped
+        self.pending = deque(pending)
+        self._open_ids = []
+        self._chain_key = chain_key
+        self._jump = jump
+
+    def restore_open(self, num_computed: int) -> None:
+        """Count the pending ids up to `num_computed` as computed: their open block was restored."""
+        while self.num_computed < num_computed:
+            self._open_ids.append(self.pending.popleft())
+            self.num_computed += 1
+        assert len(self._open_ids) < self.block_size

@@ -1,0 +1,338 @@
+"""A session: what the user holds of an endless stream.
+
+Every operation is written once, as a generator of steps (`streamkv.driver`), and offered twice: as an
+iterator, and as an async iterator that never blocks the event loop. Input is checked and journaled
+before it counts as accepted; a sampled token is journaled before it is handed out.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from streamkv.batch import Wanted
+from streamkv.detokenizer import IncrementalDecoder
+from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
+from streamkv.errors import InputError, SessionError
+from streamkv.generation import Generation
+from streamkv.intake import pieces
+from streamkv.live import LiveStream
+from streamkv.outputs import Delta, Progress, Score, SessionStats
+from streamkv.sampling import SamplingParams, resolve_seed, sample
+from streamkv.step_loop import Compute, StepLoop
+
+Items = str | Iterable[str | list[int]]
+AsyncItems = Items | AsyncIterable[str | list[int]]
+
+
+class Session:
+    """An endless stream of tokens. Made by `Engine.session`; a context manager.
+
+    One session has one user at a time: a call while another is being carried out raises
+    `SessionError`. A new call ends an iterator that was left in the middle.
+    """
+
+    def __init__(
+        self, live: LiveStream, loop: StepLoop, on_close: Callable[["Session"], None]
+    ) -> None:
+        self._live = live
+        self._loop = loop
+        self._on_close = on_close
+        self._gate = Turnstile(live.name)
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The session's name."""
+        return self._live.name
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return self._live.sequence.num_tokens
+
+    @property
+    def text_chars(self) -> int:
+        """Characters of text accepted since the session was created: go on feeding from there."""
+        return self._live.intake.text_chars
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the session existed before it was opened."""
+        return self._live.resumed
+
+    def feed(self, items: Items) -> Outputs[Progress]:
+        """Read text or token ids into the stream.
+
+        Args:
+            items: a text, or any iterable of texts and lists of token ids; it may be infinite and is
+                consumed lazily. Items are joined exactly as given.
+
+        Returns:
+            An iterator of progress, one for each prefill chunk and one at the end. It must be
+            iterated: `for progress in session.feed(lines)`, or `session.feed(text).run()`.
+
+        Raises:
+            InputError: nothing in it, invalid Unicode, or a token id out of range.
+            JournalError: it could not be journaled; go on with the same input when space returns.
+        """
+        return self._outputs(self._feed(), "feed", _as_items(items))
+
+    def afeed(self, items: AsyncItems) -> AsyncOutputs[Progress]:
+        """`feed` for an event loop; takes async iterables too."""
+        return self._async_outputs(self._feed(), "afeed", items)
+
+    def score(self, items: Items) -> Outputs[Score]:
+        """Read text or token ids and say how expected each token was.
+
+        The items of one call are one text: its last token is scored when the iterable ends.
+
+        Raises:
+            InputError, JournalError: as `feed`.
+        """
+        return self._outputs(self._score(), "score", _as_items(items))
+
+    def ascore(self, items: AsyncItems) -> AsyncOutputs[Score]:
+        """`score` for an event loop; takes async iterables too."""
+        return self._async_outputs(self._score(), "ascore", items)
+
+    def generate(self, params: SamplingParams | None = None) -> Outputs[Delta]:
+        """Go on with the stream, one token for each `next()`.
+
+        Raises:
+            SessionError: the stream is empty.
+            JournalError: a token could not be journaled; it was not handed out.
+        """
+        return self._outputs(self._generate(params or SamplingParams()), "generate")
+
+    def agenerate(self, params: SamplingParams | None = None) -> AsyncOutputs[Delta]:
+        """`generate` for an event loop."""
+        return self._async_outputs(self._generate(params or SamplingParams()), "agenerate", ())
+
+    def say(self, text: str, role: str = "user") -> None:
+        """Add one turn by the model's chat template, up to where the answer begins.
+
+        Raises:
+            InputError: empty or invalid text, or a role that the template does not know.
+        """
+        self._outputs(self._say(text, role), "say").run()
+
+    async def asay(self, text: str, role: str = "user") -> None:
+        """`say` for an event loop."""
+        await self._async_outputs(self._say(text, role), "asay", ()).run()
+
+    def keep(self, text: str) -> None:
+        """Add text to the sink tokens: it is attended for ever.
+
+        Raises:
+            InputError: empty or invalid text, or sink tokens and window would pass the trained
+                length.
+        """
+        self._outputs(self._keep(text), "keep").run()
+
+    async def akeep(self, text: str) -> None:
+        """`keep` for an event loop."""
+        await self._async_outputs(self._keep(text), "akeep", ()).run()
+
+    def stats(self) -> SessionStats:
+        """Where the session stands; may be called at any time."""
+        return self._live.stats()
+
+    def delete(self) -> None:
+        """Close the session and remove its journal and its blocks."""
+        self._end(delete=True)
+
+    async def adelete(self) -> None:
+        """`delete` for an event loop."""
+        await asyncio.to_thread(self._end, delete=True)
+
+    def close(self) -> None:
+        """Put the session to sleep: it resumes by its name. Closing twice is allowed."""
+        self._end(delete=False)
+
+    async def aclose(self) -> None:
+        """`close` for an event loop."""
+        await asyncio.to_thread(self._end, delete=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # Operations, as generators of steps.
+
+    def _feed(self) -> Steps:
+        sequence, intake = self._live.sequence, self._live.intake
+        started, num_tokens, accepted = time.monotonic(), 0, False
+
+        def progress() -> Progress:
+            elapsed = max(time.monotonic() - started, 1e-9)
+            rate = num_tokens / elapsed
+            return Progress(num_tokens, sequence.num_computed, intake.text_chars, rate)
+
+        while (item := (yield NEED_ITEM)) is not END:
+            for piece in pieces(item):
+                accepted = True
+                intake.accept(piece)
+                while sequence.num_pending > self._live.prefill_chunk:
+                    chunk = self._live.next_chunk()
+                    yield self._compute(chunk)
+                    num_tokens += chunk
+                    yield progress()
+        if not accepted:
+            raise InputError("items", "", "an empty feed", "Feed at least one character or token.")
+        while sequence.num_pending > 1:
+            chunk = min(sequence.num_pending - 1, self._live.next_chunk())
+            yield self._compute(chunk)
+            num_tokens += chunk
+        yield progress()
+
+    def _score(self) -> Steps:
+        decoder, accepted = self._live.decoder(), False
+        first_is_new = self._live.sequence.num_tokens == 0
+        while (item := (yield NEED_ITEM)) is not END:
+            for piece in pieces(item):
+                accepted = True
+                self._live.intake.accept(piece)
+                if first_is_new and self._live.sequence.num_tokens:
+                    first_is_new = False
+                    yield self._first_score(decoder)
+                yield from self._score_pending(decoder)
+        if not accepted:
+            raise InputError("items", "", "nothing to score", "Pass at least one character.")
+        self._live.intake.flush()
+        if first_is_new:
+            yield self._first_score(decoder)
+        yield from self._score_pending(decoder)
+
+    def _first_score(self, decoder: IncrementalDecoder) -> Score:
+        """The first token of a stream has nothing before it."""
+        [token_id] = self._live.sequence.next_ids(1)
+        return Score(token_id, decoder.push(token_id), 0, None)
+
+    def _score_pending(self, decoder: IncrementalDecoder) -> Steps:
+        sequence = self._live.sequence
+        while sequence.num_pending > 1:
+            chunk = min(sequence.num_pending - 1, self._live.next_chunk())
+            token_ids = sequence.next_ids(chunk + 1)[1:]
+            first = sequence.num_computed + 1
+            logprobs = yield self._compute(chunk, Wanted.SCORES)
+            for offset, (token_id, logprob) in enumerate(
+                zip(token_ids, logprobs.tolist(), strict=True)
+            ):
+                yield Score(token_id, decoder.push(token_id), first + offset, logprob)
+
+    def _generate(self, params: SamplingParams) -> Steps:
+        sequence, intake = self._live.sequence, self._live.intake
+        intake.flush()
+        if sequence.num_tokens == 0:
+            raise SessionError(
+                f"session {self.name!r} is empty: there is nothing to go on from. "
+                "Feed some text or say something first."
+            )
+        params = resolve_seed(params)
+        generation = Generation(params, self._live.decoder(), self._live.eos_ids)
+
+        def choose(logits: Any) -> object:
+            return sample(logits, params, sequence.num_tokens, sequence.recent_ids)
+
+        try:
+            while generation.finish_reason is None:
+                while sequence.num_pending > self._live.prefill_chunk:
+                    yield self._compute(self._live.next_chunk())
+                token = yield self._compute(sequence.num_pending, Wanted.LOGITS, choose)
+                token_index = sequence.num_tokens
+                intake.generated(token.token_id)
+                yield generation.push(token, token_index)
+        finally:
+            self._live.end_turn(params, generation.finish_reason)
+
+    def _say(self, text: str, role: str) -> Steps:
+        self._live.intake.turn(role, text)
+        yield from self._compute_all()
+
+    def _keep(self, text: str) -> Steps:
+        self._live.intake.keep(text)
+        yield from self._compute_all()
+
+    def _compute_all(self) -> Steps:
+        sequence = self._live.sequence
+        while sequence.num_pending > 1:
+            yield self._compute(min(sequence.num_pending - 1, self._live.next_chunk()))
+
+    def _compute(
+        self,
+        num_tokens: int,
+        wanted: Wanted = Wanted.NOTHING,
+        on_logits: Callable[[Any], object] | None = None,
+    ) -> Compute:
+        after = self._live.after_step
+        return Compute(self._live.sequence, num_tokens, wanted, on_logits, after)
+
+    def _outputs(self, steps: Steps, what: str, items: Iterable[Any] = ()) -> Outputs[Any]:
+        self._require_open()
+        return Outputs(self._loop, self._gate, steps, f"{what} of session {self.name!r}", items)
+
+    def _async_outputs(self, steps: Steps, what: str, items: AsyncItems) -> AsyncOutputs[Any]:
+        self._require_open()
+        source = aiter(items) if isinstance(items, AsyncIterable) else iter(_as_items(items))
+        what = f"{what} of session {self.name!r}"
+        return AsyncOutputs(self._loop, self._gate, steps, what, source)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SessionError(
+                f"session {self.name!r} is closed. Open it again with engine.session({self.name!r})."
+            )
+
+    def engine_closes(self) -> None:
+        """Go to sleep because the engine is closed, even if a call waits for it."""
+        if not self._closed:
+            self._closed = True
+            self._gate.end(even_if_busy=True)
+            self._live.sleep()
+            self._on_close(self)
+
+    def _end(self, delete: bool) -> None:
+        if self._closed:
+            return
+        self._gate.end()
+        self._closed = True
+        try:
+            if delete:
+                self._live.delete()
+            else:
+                self._live.sleep()
+        finally:
+            self._on_close(self)
+
+
+def _as_items(items: Any) -> Iterable[Any]:
+    """A text is one item, not an iterable of characters; so is a list of token ids."""
+    if isinstance(items, str):
+        return (items,)
+    if isinstance(items, list) and items and all(isinstance(item, int) for item in items):
+        return (items,)
+    if not isinstance(items, Iterable):
+        raise InputError(
+            "items", items, "not a text and not iterable", "Pass a text or an iterable of texts."
+        )
+    return items

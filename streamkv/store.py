@@ -1,0 +1,82 @@
+"""Where an engine keeps what outlives it: one directory with blocks and journals.
+
+    STORE/blocks/            the ssd tier (LMDB), owner-only
+    STORE/sessions/*.journal one journal per session
+
+One store belongs to one model with its weights; the ssd tier's own header says which.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from streamkv.config import EngineConfig, parse_size
+from streamkv.errors import StoreError
+from streamkv.model import ModelAdapter
+from streamkv.tiers.ssd import SsdTier
+from streamkv.tiers.store_format import StoreIdentity
+
+SUFFIX = ".journal"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """An open store.
+
+    Attributes:
+        path: its directory.
+        blocks: the ssd tier.
+    """
+
+    path: Path
+    blocks: SsdTier
+
+    @classmethod
+    def open(cls, config: EngineConfig, model: ModelAdapter) -> "Self | None":
+        """Open the store that `config` names, making it if it is missing; `None` if it names none.
+
+        Raises:
+            StoreError: it cannot be used, or belongs to another process, model or format.
+        """
+        if config.store is None:
+            return None
+        path = Path(config.store).expanduser()
+        try:
+            (path / "sessions").mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"store={str(path)!r}: cannot be made ({error.strerror}). "
+                "Use a directory that you may write."
+            ) from error
+        if not os.access(path / "sessions", os.W_OK | os.X_OK):
+            raise StoreError(
+                f"store={str(path)!r}: cannot be written. Use a directory that you may write."
+            )
+        blocks = SsdTier(
+            path / "blocks",
+            model.spec,
+            StoreIdentity(model.name, model.fingerprint),
+            limit_bytes=parse_size("ssd_bytes", config.ssd_bytes),
+            codec=config.codec,
+        )
+        return cls(path, blocks)
+
+    def journal_path(self, name: str) -> Path:
+        """Where the journal of a session lies, or would."""
+        return self.path / "sessions" / (name + SUFFIX)
+
+    def session_names(self) -> list[str]:
+        """Names of all sessions that have a journal, sorted."""
+        return session_names(self.path)
+
+    def close(self) -> None:
+        """Close the ssd tier."""
+        self.blocks.close()
+
+
+def session_names(store: Path) -> list[str]:
+    """Names of the sessions kept in a store, sorted."""
+    return sorted(
+        path.name.removesuffix(SUFFIX) for path in (store / "sessions").glob("*" + SUFFIX)
+    )
