@@ -1,7 +1,7 @@
 """streamkv: language models that read or talk without end.
 
-The public names are those of `__all__`; everything else may change. They are imported when first used:
-every part of the package imports this file, and none of them should pay for all the others.
+The public names are those of `__all__`; everything else may change. They are imported when first
+used: every part of the package imports this file, and none of them should pay for all the others.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Checkpoints of one session: its sink and window blocks reach the ssd tier, then the journal says so.
+"""Checkpoints of one session: sink and window blocks reach the ssd tier, then the journal says so.
 
-The order keeps a kill harmless: blocks are written and synced, then the CHECKPOINT record names them.
-The tier manager keeps the blocks of the checkpoint before until the one after this is done.
+The order keeps a kill harmless: blocks are written and synced, then the CHECKPOINT record names
+them. The tier manager keeps the blocks of the checkpoint before until the one after this is done.
 """
 
 import struct

@@ -1,7 +1,7 @@
 """Options of an engine, checked before any work.
 
-Every option has its default here and nowhere else. A bad value raises `ConfigError` with field, value
-and remedy; an option that does not exist raises `UnknownOptionError`.
+Every option has its default here and nowhere else. A bad value raises `ConfigError` with field,
+value and remedy; an option that does not exist raises `UnknownOptionError`.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def refuse_unknown_options(cls: type, given: dict[str, Any]) -> None:
 def require_int(field: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise `ConfigError` unless `value` is an int within [minimum, maximum]."""
     bound = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < minimum or (maximum is not None and value > maximum):  # type: ignore[operator]  # is_int narrows
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    if not fits or (isinstance(value, int) and maximum is not None and value > maximum):
         raise ConfigError(field, value, "out of range", f"Use a whole number {bound}.")
 
 
@@ -81,7 +81,8 @@ class EngineConfig:
 
     Attributes:
         window_size: newest tokens attended, the current one included.
-        num_sink_tokens: first tokens of the stream attended for ever. A system prompt is kept whole:
+        num_sink_tokens: first tokens of the stream attended for ever. A system prompt is kept
+        whole:
             the larger of the two counts.
         dtype: element type of weights and KV. `auto`: bfloat16 on a GPU, float32 on a CPU.
         device: `auto` takes a GPU if there is one.

@@ -6,9 +6,9 @@ What a session does is written once, as a generator that yields
     NEED_ITEM        the next item of the user's iterable, or END
     anything else    an output for the user
 
-The two classes here drive such a generator: `Outputs` from an ordinary thread, `AsyncOutputs` from an
-event loop that is never blocked. Both are lazy, may be abandoned at any point, and refuse to go on once
-the session has done something else in between.
+The two classes here drive such a generator: `Outputs` from an ordinary thread, `AsyncOutputs` from
+an event loop that is never blocked. Both are lazy, may be abandoned at any point, and refuse to go
+on once the session has done something else in between.
 """
 
 import asyncio
@@ -238,7 +238,7 @@ def _resume(steps: Steps, answer: Any) -> Any:
 
 
 def _wait(future: "Future[Any]") -> Any:
-    """Result of a step. An interrupt is raised only after the step has ended: it cannot be undone."""
+    """Result of a step. An interrupt is raised only once the step, which goes on, has ended."""
     try:
         return future.result()
     except BaseException:

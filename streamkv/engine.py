@@ -136,7 +136,7 @@ class Engine:
         return self._tiers.usage()
 
     def counters(self) -> dict[str, int]:
-        """What happened since the engine was opened, by name; `ssd_` counters are the store's own."""
+        """What happened since opening, by name; `ssd_` counters are the store's own."""
         counted = self._tiers.counters()
         if self._store is not None:
             counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}

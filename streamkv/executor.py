@@ -1,4 +1,4 @@
-"""Makes blocks live before a step and seals or drops them after it: sequence bookkeeping meets tiers."""
+"""Sequence bookkeeping meets tiers: blocks live before a step, sealed and dropped after."""
 
 from streamkv.batch import Batch, StepResult
 from streamkv.runner import Runner

@@ -1,4 +1,4 @@
-"""From sampled tokens to deltas: text without broken characters, stop strings withheld, when to stop."""
+"""From sampled tokens to deltas: whole characters only, stop strings withheld, when to stop."""
 
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.outputs import Delta, FinishReason
@@ -27,7 +27,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
 
     def push(self, token: SampledToken, token_index: int) -> Delta:
-        """The delta of one token; the last one carries the finish reason and all that was held back."""
+        """The delta of one token; the last one has the finish reason and all text held back."""
         self._num_tokens += 1
         text = self._text(token.token_id)
         if self.finish_reason is None and self._num_tokens == self._max_tokens:

@@ -1,7 +1,7 @@
 """Accepting input: checked, encoded, written to the journal, and only then part of the stream.
 
-This is the one place where a stream grows. What it has returned from will be computed and survives a
-kill; what it refused has changed nothing.
+This is the one place where a stream grows. What it has returned from will be computed and survives
+a kill; what it refused has changed nothing.
 """
 
 import threading
@@ -26,7 +26,7 @@ from streamkv.sequence import Sequence
 from streamkv.tokenizer import Tokenizer
 
 PIECE_CHARS = 4096
-"""Characters of a long text that are accepted at a time, so that memory and latency stay bounded."""
+"""Characters of a long text accepted at a time, so that memory and latency stay bounded."""
 
 PIECE_IDS = 4096
 """The same for a long list of token ids."""

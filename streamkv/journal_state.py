@@ -11,6 +11,8 @@ from streamkv.journal_records import (
     Checkpoint,
     Closed,
     Fed,
+    Given,
+    GivenKind,
     Kept,
     RecordKind,
     Turn,
@@ -58,12 +60,14 @@ class JournalState:
         num_tokens: tokens in the stream.
         text_chars: characters of text accepted.
         tail: the text held back: accepted, but not yet among the tokens.
+        has_turns: whether a turn was rendered by the chat template.
         kept: ranges that became sink tokens after creation, oldest first.
         last_turn, last_checkpoint, last_closed: the newest record of each kind.
         index: where tokens lie in the file.
     """
 
     __slots__ = (
+        "has_turns",
         "index",
         "kept",
         "last_checkpoint",
@@ -78,6 +82,7 @@ class JournalState:
         self.num_tokens = 0
         self.text_chars = 0
         self.tail = ""
+        self.has_turns = False
         self.kept: list[Kept] = []
         self.last_turn: Turn | None = None
         self.last_checkpoint: Checkpoint | None = None
@@ -123,5 +128,7 @@ class JournalState:
                     raise ValueError(f"{tail_len} characters held back of {len(held)}")
                 self.tail = held[len(held) - tail_len :]
                 self.text_chars += len(text)
+            case Given(given_kind, _) if given_kind is GivenKind.TEMPLATE:
+                self.has_turns = True
             case _ if kind == RecordKind.FLUSHED:
                 self.tail = ""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from streamkv.tiers.usage import TierUsage
+
 
 class FinishReason(Enum):
     """Why a generation ended."""
@@ -73,7 +75,8 @@ class Score:
         token_id: the token.
         text: its text; a character that spans tokens appears with its last one.
         token_index: index in the session's stream.
-        logprob: natural logarithm of its probability given all before it; `None` for the first token
+        logprob: natural logarithm of its probability given all before it; `None` for the first
+        token
             of a stream.
     """
 
@@ -81,15 +84,6 @@ class Score:
     text: str
     token_index: int
     logprob: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TierUsage:
-    """Blocks and bytes that a tier holds, and its limit in bytes."""
-
-    num_blocks: int = 0
-    num_bytes: int = 0
-    limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

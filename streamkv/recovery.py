@@ -4,12 +4,14 @@
     tiers:            [sink] [ window ]
     pending:                             [ all tokens after the checkpoint ]
 
-If a block of the window is missing from every tier, the window is computed anew. Exactness has a price:
-layer l of a token depends on l windows before it, so the replay begins num_layers windows back (or at
-the start of the stream, whichever is later), and blocks are exact only from one window before the end.
+If a block of the window is missing from every tier, the window is computed anew. Exactness has a
+price: layer l of a token depends on l windows before it, so the replay begins num_layers windows
+back (or at the start of the stream, whichever is later), and blocks are exact only from one window
+before the end.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 
 from streamkv.checkpoint import WindowBlocks
@@ -170,10 +172,9 @@ class Recovery:
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
         """Key of the block that ends at `token_index`."""
-        key = self._sequence.root_key
-        for key in chain_keys(self._sequence, self._journal, self._windows, token_index):
-            pass
-        return key
+        keys = chain_keys(self._sequence, self._journal, self._windows, token_index)
+        [newest] = deque(keys, maxlen=1)
+        return newest
 
     def _set_windows(self, token_index: int) -> None:
         in_force = [window for start, window in self._windows if start <= token_index]

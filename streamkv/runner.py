@@ -25,7 +25,8 @@ def build_table(sinks: list[TableEntry], recent: list[TableEntry]) -> SequenceTa
     """Entries as tensors, sink entries first."""
     rows = [entry[1:] for entry in (*sinks, *recent)]
     columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t().contiguous()
-    return SequenceTable(*columns.unbind(0), num_sink_entries=len(sinks))
+    block_ids, starts, caps, first_valid, end_valid = columns.unbind(0)
+    return SequenceTable(block_ids, starts, caps, first_valid, end_valid, len(sinks))
 
 
 class _Part(NamedTuple):

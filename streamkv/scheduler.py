@@ -1,8 +1,8 @@
 """Whose turn it is: sequences that have work take turns, one step each. Pure, no clock.
 
-A *work item* is a run of pending tokens to compute, and what is wanted from it. A long feed is cut into
-prefill chunks and goes to the back of the queue after each, so that it never stalls a decode for longer
-than one chunk.
+A *work item* is a run of pending tokens to compute, and what is wanted from it. A long feed is cut
+into prefill chunks and goes to the back of the queue after each, so that it never stalls a decode
+for longer than one chunk.
 """
 
 from collections import deque

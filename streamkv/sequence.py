@@ -1,10 +1,11 @@
-"""Engine-side state of one stream: what is accepted, what is computed, what is live. No torch, no I/O.
+"""Engine-side state of one stream: what is accepted, computed, live. No torch, no I/O.
 
     0 ............ num_computed ........ num_tokens
     KV exists      pending: accepted, journaled, not yet computed
 
-The last token of the stream stays pending until more is needed: its logits are made when they are used,
-so none are ever stored. Memory is bounded: ids of the window, ids of the open block, live blocks.
+The last token of the stream stays pending until more is needed: its logits are made when they are
+used, so none are ever stored. Memory is bounded: ids of the window, ids of the open block, live
+blocks.
 """
 
 from collections import deque
@@ -94,7 +95,7 @@ class Sequence:
 
     @property
     def next_boundary(self) -> int | None:
-        """Token index at which a step has to end, because the window changes or tokens are left out."""
+        """Token index at which a step has to end: the window changes, or tokens are left out."""
         changes = [self._window_changes[0][0]] if self._window_changes else []
         jumps = [self._jump.source] if self._jump else []
         return min(changes + jumps, default=None)

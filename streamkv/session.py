@@ -1,8 +1,8 @@
 """A session: what the user holds of an endless stream.
 
-Every operation is written once, as a generator of steps (`streamkv.driver`), and offered twice: as an
-iterator, and as an async iterator that never blocks the event loop. Input is checked and journaled
-before it counts as accepted; a sampled token is journaled before it is handed out.
+Every operation is written once, as a generator of steps (`streamkv.driver`), and offered twice: as
+an iterator, and as an async iterator that never blocks the event loop. Input is checked and
+journaled before it counts as accepted; a sampled token is journaled before it is handed out.
 """
 
 import asyncio
@@ -66,7 +66,8 @@ class Session:
         """Read text or token ids into the stream.
 
         Args:
-            items: a text, or any iterable of texts and lists of token ids; it may be infinite and is
+            items: a text, or any iterable of texts and lists of token ids; it may be infinite and
+            is
                 consumed lazily. Items are joined exactly as given.
 
         Returns:
@@ -299,9 +300,7 @@ class Session:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise SessionError(
-                f"session {self.name!r} is closed. Open it again with engine.session({self.name!r})."
-            )
+            raise SessionError(f"session {self.name!r} is closed. Open it again by its name.")
 
     def engine_closes(self) -> None:
         """Go to sleep because the engine is closed, even if a call waits for it."""

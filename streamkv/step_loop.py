@@ -1,8 +1,8 @@
 """The engine's own thread: schedule, run, postprocess.
 
-Callers on any thread submit a `Compute` or a `Call` and get a future. Everything that touches the model,
-the pools or a journal in the course of a step happens on this one thread, so none of it needs a lock. A
-step that fails fails its own caller and nobody else.
+Callers on any thread submit a `Compute` or a `Call` and get a future. Everything that touches the
+model, the pools or a journal in the course of a step happens on this one thread, so none of it
+needs a lock. A step that fails fails its own caller and nobody else.
 """
 
 import threading

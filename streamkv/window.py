@@ -1,15 +1,15 @@
 """Which tokens a query sees: sink tokens, window, and what has expired. Pure arithmetic.
 
-Ranges are half-open and in token indices of the stream. For a query at token index t with window size
-W, and sink ranges S (each `[start, end)`):
+Ranges are half-open and in token indices of the stream. For a query at token index t with window
+size W, and sink ranges S (each `[start, end)`):
 
     [t - W + 1, t + 1)   the window, the current token included
     S                    sink tokens, seen by every query at or after them, never counted twice
     the rest             expired for attention in mode `window`
 
-Positions follow policy `cache` (StreamingLLM, section 3.2): the distance to a sink token is counted over
-what is in the cache, so it stops growing once the window has moved away from it. This module knows
-neither blocks in memory nor tensors.
+Positions follow policy `cache` (StreamingLLM, section 3.2): the distance to a sink token is counted
+over what is in the cache, so it stops growing once the window has moved away from it. This module
+knows neither blocks in memory nor tensors.
 """
 
 from bisect import bisect_right
