@@ -4,7 +4,9 @@ The real model is converted once per machine, into the user's own cache director
 made from a seed in a few hundred milliseconds, so that an engine test need not load real weights.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,26 @@ def model_dir(model_name: str, cache_dir: Path) -> Path:
     return resolve_model(model_name)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory for this test alone."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("STREAMKV_CACHE", str(directory))
+    return directory
+
+
+@pytest.fixture
+def random_model_dir(tmp_path: Path) -> Callable[..., Path]:
+    """Saves a small random model: `random_model_dir("mistral", sliding_window=48)`."""
+
+    def save(model_type: str, **settings: Any) -> Path:
+        directory = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
+        save_random_model(directory, model_type, settings)
+        return directory
+
+    return save
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a byte-level tokenizer and a chat template, the same always."""
@@ -78,6 +100,37 @@ def save_tiny_tokenizer(directory: Path) -> int:
     )
     wrapped.save_pretrained(directory)
     return len(wrapped)
+
+
+SMALL_CONFIG = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def save_random_model(directory: Path, model_type: str, settings: dict[str, Any]) -> None:
+    """Save a model with seeded random weights; `None` takes a setting out of `SMALL_CONFIG`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {**SMALL_CONFIG, **settings}
+    config = AutoConfig.for_model(
+        model_type, **{name: value for name, value in given.items() if value is not None}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(21)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
 
 
 def save_tiny_llama(directory: Path, vocab_size: int) -> None:
