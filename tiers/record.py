@@ -1,8 +1,7 @@
 """The stored form of a block: a header, and one frame per layer, cut into pieces of one size.
 
-    header   magic, version, codec, number of frames, sequence, spec hash, (length, checksum) of
-    each
-             frame, checksum of the header
+    header   magic, version, codec, number of frames, sequence, spec hash, (length, checksum)
+             of each frame, checksum of the header
     payload  the coded frames one after another, padded to whole pieces
 
 Invariant: each frame is coded and checksummed by itself, so one layer can be read alone, and

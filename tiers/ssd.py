@@ -19,6 +19,7 @@ import lmdb
 from streamkv.errors import StoreError, StoreFormatError
 from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import PieceLayout
+from streamkv.tiers.store_file import NoRoomError, StoreReadError
 from streamkv.tiers.store_files import (
     DATA_FILE,
     READERS_FILE,
@@ -28,8 +29,7 @@ from streamkv.tiers.store_format import StoreFormat, StoreIdentity
 from streamkv.tiers.store_lock import FileLock
 from streamkv.tiers.store_tables import FORMAT_KEY, TABLE_NAMES, Tables, Transaction
 from streamkv.tiers.store_tier import StoreTier
-from streamkv.tiers.store_view import Snapshot, StoreReadError, StoreView
-from streamkv.tiers.store_writer import NoRoomError
+from streamkv.tiers.store_view import Snapshot, StoreView
 from streamkv.tiers.usage import TierUsage
 
 __all__ = ["LmdbFile", "SsdReader", "SsdTier", "StoreIdentity", "open_existing"]
@@ -37,6 +37,12 @@ __all__ = ["LmdbFile", "SsdReader", "SsdTier", "StoreIdentity", "open_existing"]
 _MAX_READERS = 1024
 # LMDB says EIO when a write was cut short, which is how a disk that is filling up begins to refuse.
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+_UNREADABLE = (
+    lmdb.InvalidError,
+    lmdb.VersionMismatchError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+)
 _REMEDY = "Delete that directory (it is a cache; sessions compute anew what they need)."
 
 logger = logging.getLogger(__name__)
@@ -72,9 +78,9 @@ class LmdbFile:
                 max_readers=_MAX_READERS,
                 max_dbs=len(TABLE_NAMES),
             )
+        try:
             self.page_bytes = int(self._env.stat()["psize"])
             self.forget_dead_readers()
-        try:
             self._mend_truncation()
         except BaseException:
             self._env.close()
@@ -134,7 +140,8 @@ class LmdbFile:
 
     def forget_dead_readers(self) -> None:
         """Let pages be reused that readers held which are no more."""
-        self._env.reader_check()
+        with self._errors():
+            self._env.reader_check()
 
     def close(self) -> None:
         """Close the environment; no transaction may be open."""
@@ -148,7 +155,7 @@ class LmdbFile:
             raise NoRoomError(
                 f"{self.path} has no room within its limit. Raise ssd_bytes.", on_disk=False
             ) from error
-        except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+        except _UNREADABLE as error:
             raise StoreFormatError(
                 f"{self.path / DATA_FILE} is not a file that this version reads. {_REMEDY}"
             ) from error
@@ -158,7 +165,8 @@ class LmdbFile:
                     f"The disk of {self.path} takes no more ({error}). Free some space.",
                     on_disk=True,
                 ) from error
-            raise StoreError(f"{self.path}: {error}. {_REMEDY}") from error
+            remedy = "Use another --store if it stays so."
+            raise StoreError(f"{self.path}: {error}. {remedy}") from error
 
     def _stored_format(self, txn: Any, opened: StoreFormat | None) -> StoreFormat:
         with txn.cursor() as cursor:

@@ -7,7 +7,7 @@ LMDB; it is handed snapshots.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from threading import Lock
 
@@ -18,7 +18,8 @@ from streamkv.tiers.codec import Bytes, RawCodec
 from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import BadRecordError, RecordHeader, decode_frames
 from streamkv.tiers.spec import BlockKey, KVSpec
-from streamkv.tiers.store_view import Snapshot, StoreReadError
+from streamkv.tiers.store_file import StoreReadError
+from streamkv.tiers.store_view import Snapshot
 from streamkv.tiers.usage import Counters
 
 READ_COUNTERS = ("hits", "misses", "corrupt", "read_errors", "bytes_read")
@@ -59,7 +60,7 @@ class BlockReader:
 
     def contains(self, key: BlockKey) -> bool:
         """Whether `key` is stored with a sound header, and no read of it has failed."""
-        if key in self._suspects:
+        if self.is_suspect(key):
             return False
         try:
             with self._snapshot() as view:
@@ -86,10 +87,14 @@ class BlockReader:
         self._counters.add("bytes_read", num_bytes or 0)
         return num_bytes is not None
 
-    def trust(self, key: BlockKey) -> None:
-        """Show `key` again: it was written anew."""
+    def is_suspect(self, key: BlockKey) -> bool:
+        """Whether a read of `key` has failed."""
+        return key in self._suspects
+
+    def trust(self, keys: Collection[BlockKey]) -> None:
+        """Show `keys` again: they were written anew."""
         with self._suspects_lock:
-            self._suspects.discard(key)
+            self._suspects.difference_update(keys)
 
     def _fetch(self, key: BlockKey, layers: range, frames: Bytes) -> int | None:
         with self._snapshot() as view:

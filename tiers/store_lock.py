@@ -21,14 +21,18 @@ class FileLock:
     Args:
         path: the lock file; made with mode 0600, and left in place.
         shared: many shared holders, or one exclusive holder.
+        named: whether an exclusive holder writes into the file who it is. Not for a file that has
+            shared holders too: the name would be taken for theirs.
         remedy: what a person can do when another process holds the lock.
 
     Raises:
-        StoreLockedError: held elsewhere; names process, host and start time of an exclusive holder.
+        StoreLockedError: held elsewhere; names process, host and start time of a named holder.
         StoreError: the file cannot be made, or the file system has no locks.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False, remedy: str) -> None:
+    def __init__(
+        self, path: Path, *, shared: bool = False, named: bool = True, remedy: str
+    ) -> None:
         self._fd = -1
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -40,7 +44,7 @@ class FileLock:
         except OSError as error:
             self.close()
             raise StoreError(f"cannot lock {path}: {error.strerror}.") from error
-        if not shared:
+        if named and not shared:
             self._name_owner()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ store may be, or threads.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -182,7 +182,7 @@ class Tables:
         if header is None or header.sequence == row.sequence:
             txn.delete(row.key, db=self._records)
 
-    def rows(self, txn: Transaction, from_sequence: int = 0) -> Iterator[OrderRow]:
+    def rows(self, txn: Transaction, from_sequence: int = 0) -> Generator[OrderRow, None, None]:
         """Records by age, oldest first, beginning at a sequence number."""
         with txn.cursor(self._order) as cursor:
             found = cursor.set_range(_SEQUENCE.pack(from_sequence))

@@ -6,15 +6,16 @@ moment, the store opens as it was after some committed write. Reads may come fro
 once, changes wait for one another. This module does not know LMDB, sessions, models or torch.
 """
 
+import logging
 import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, Self
+from typing import Self
 
 from streamkv.errors import StoreError
 from streamkv.tiers.codec import Bytes, Codecs
@@ -22,6 +23,7 @@ from streamkv.tiers.gate import Gate
 from streamkv.tiers.record import EncodedRecord, encode_record
 from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
 from streamkv.tiers.store_blocks import READ_COUNTERS, BlockReader, require_bytes
+from streamkv.tiers.store_file import StoreFile
 from streamkv.tiers.store_files import (
     COMPACT_DIRECTORY,
     DATA_FILE,
@@ -33,28 +35,13 @@ from streamkv.tiers.store_files import (
 from streamkv.tiers.store_format import StoreFormat, StoreIdentity
 from streamkv.tiers.store_lock import FileLock
 from streamkv.tiers.store_room import StoreRoom
-from streamkv.tiers.store_tables import Tables, Transaction
 from streamkv.tiers.store_view import Snapshot, StoreView
-from streamkv.tiers.store_writer import WRITE_COUNTERS, StoreFile, StoreWriter
+from streamkv.tiers.store_writer import WRITE_COUNTERS, StoreWriter
 from streamkv.tiers.usage import Counters, TierUsage
 
+logger = logging.getLogger(__name__)
+
 COUNTERS = (*READ_COUNTERS, *WRITE_COUNTERS)
-
-
-class TierFile(StoreFile, Protocol):
-    """The file of a store, as its tier uses it."""
-
-    page_bytes: int
-
-    def tables(self, opened: StoreFormat | None) -> tuple[StoreFormat, Tables]: ...
-
-    def read(self) -> AbstractContextManager[Transaction]: ...
-
-    def sync(self) -> None: ...
-
-    def copy_compacted(self, directory: Path) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class StoreTier(StoreView, ABC):
@@ -125,6 +112,7 @@ class StoreTier(StoreView, ABC):
         keys = frozenset(key for key, _ in items)
         with self._writing() as writer:
             writer.write(self._new_records(items), keys)
+            self._reader.trust(keys)
         return len(items)
 
     def sync(self) -> None:
@@ -147,6 +135,11 @@ class StoreTier(StoreView, ABC):
     def read_frame(self, key: BlockKey, layer: int, out: Bytes) -> bool:
         """Fill `out` (uint8 `[frame_bytes]`, contiguous) with one layer; False is a miss."""
         return self._reader.read(key, range(layer, layer + 1), out)
+
+    def keys(self) -> Iterator[BlockKey]:
+        """Every key that can be read, as far as is known without reading it, oldest first."""
+        stored = super().keys()
+        return (key for key in stored if not self._reader.is_suspect(key))
 
     def delete(self, keys: Iterable[BlockKey]) -> None:
         """Remove blocks. Those that a manifest names stay."""
@@ -206,7 +199,8 @@ class StoreTier(StoreView, ABC):
         """
         with self._writing():
             before = self.file_bytes()
-            readers = FileLock(self.path / READERS_FILE, remedy="Let it finish, then try again.")
+            remedy = "Let it finish reading, then try again."
+            readers = FileLock(self.path / READERS_FILE, named=False, remedy=remedy)
             try:
                 self._replace_by_copy()
             finally:
@@ -222,6 +216,10 @@ class StoreTier(StoreView, ABC):
                 return
             self._gate.close()
             with self._gate.exclusive():
+                try:
+                    self._file.sync()
+                except StoreError as error:
+                    logger.warning("the last writes may not last: %s", error)
                 self._file.close()
             self._owner.close()
 
@@ -232,7 +230,7 @@ class StoreTier(StoreView, ABC):
         self.close()
 
     @abstractmethod
-    def _open_file(self) -> "TierFile":
+    def _open_file(self) -> StoreFile:
         """Open the file, which is there or is made, for writing."""
 
     def _open(self) -> None:
@@ -250,8 +248,11 @@ class StoreTier(StoreView, ABC):
         """Shrink a store that was written under a higher limit."""
         shutil.rmtree(self.path / COMPACT_DIRECTORY, ignore_errors=True)
         if self.file_bytes() > self.limit_bytes:
-            self._writer.shrink()
-            self.compact()
+            try:
+                self._writer.shrink()
+                self.compact()
+            except StoreError as error:
+                logger.warning("%s stays larger than its limit: %s", self.path, error)
 
     def _replace_by_copy(self) -> None:
         directory = self.path / COMPACT_DIRECTORY

@@ -27,10 +27,6 @@ VERIFY_BATCH = 16
 T = TypeVar("T")
 
 
-class StoreReadError(StoreError):
-    """The store failed while it was read."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
     """One record, for a listing.

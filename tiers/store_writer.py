@@ -9,16 +9,17 @@ sees to that. This module does not know LMDB.
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from streamkv.errors import StoreFullError
 from streamkv.tiers.eviction import Eviction, Victims
 from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import BadRecordError, EncodedRecord
 from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.store_file import NoRoomError, StoreFile
 from streamkv.tiers.store_files import BALLAST_BYTES, Ballast
 from streamkv.tiers.store_room import StoreRoom
 from streamkv.tiers.store_tables import Tables, Transaction
@@ -29,40 +30,6 @@ WRITE_COUNTERS = ("writes", "duplicates", "evictions", "deletes", "full_retries"
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class NoRoomError(StoreFullError):
-    """A transaction was undone because its pages found no room.
-
-    Attributes:
-        on_disk: the disk is full, not the map.
-    """
-
-    def __init__(self, message: str, *, on_disk: bool) -> None:
-        super().__init__(message)
-        self.on_disk = on_disk
-
-
-class StoreFile(Protocol):
-    """The file below the tables."""
-
-    path: Path
-
-    def commit(self, change: Callable[[Transaction], T]) -> T:
-        """Run `change` in one write transaction; any error undoes it.
-
-        Raises:
-            NoRoomError: no room in the map, or on the disk.
-        """
-        ...
-
-    def num_pages(self) -> int:
-        """Pages of the file."""
-        ...
-
-    def forget_dead_readers(self) -> None:
-        """Let pages be reused that readers held which are no more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +90,8 @@ class StoreWriter:
 
     def set_manifest(self, session: str, keys: Sequence[BlockKey]) -> None:
         """Lock `keys` for `session` in place of those before."""
+        if list(keys) == self.manifest(session):
+            return
         released = self._eviction.released_by(session, keys)
 
         def change(txn: Transaction) -> int | None:
@@ -134,7 +103,7 @@ class StoreWriter:
     def shrink(self) -> None:
         """Evict until the live pages are within the budget, as far as locks allow."""
         while True:
-            victims = self._change(partial(self._evict, self._room.chunk_pages))
+            victims = self._change(self._evict_excess)
             self._evicted(victims)
             if not victims.rows:
                 return
@@ -170,11 +139,16 @@ class StoreWriter:
     def _evict(
         self, num_pages: int, txn: Transaction, protected: Collection[BlockKey] = ()
     ) -> Victims:
-        rows = self._tables.rows(txn, self._eviction.scan_from)
-        victims = self._eviction.choose(rows, num_pages, self._tables.layout.piece_pages, protected)
+        piece_pages = self._tables.layout.piece_pages
+        with closing(self._tables.rows(txn, self._eviction.scan_from)) as rows:
+            victims = self._eviction.choose(rows, num_pages, piece_pages, protected)
         for row in victims.rows:
             self._tables.remove_row(txn, row)
         return victims
+
+    def _evict_excess(self, txn: Transaction) -> Victims:
+        excess = self._tables.live_pages(txn) - self._budget()
+        return self._evict(min(excess, self._room.chunk_pages), txn)
 
     def _evicted(self, victims: Victims) -> None:
         self._eviction.removed(victims)
