@@ -42,10 +42,10 @@ class AppendFile:
             JournalError: the file cannot be written; nothing of `data` will be read back.
         """
         try:
-            fault_point("journal.write")
             self._cut_debris()
             # Until `end` counts them, the bytes written here are debris, whatever interrupts.
             self._has_debris = True
+            fault_point("journal.write")
             self._write_at(data, self.end)
         except OSError as error:
             with suppress(OSError):

@@ -96,16 +96,28 @@ def test_a_short_write_is_taken_back(file: AppendFile) -> None:
     assert file.path.read_bytes() == b"12345ABC"
 
 
-def test_an_interrupted_write_is_cut_off_by_the_next(file: AppendFile) -> None:
+@pytest.mark.parametrize(
+    ("failure", "seen", "left"),
+    [
+        (OSError(errno.EIO, "broken"), JournalError, b"12345"),
+        (KeyboardInterrupt(), KeyboardInterrupt, b"12345left over"),
+    ],
+    ids=["failed", "interrupted"],
+)
+def test_a_write_that_stops_halfway_leaves_nothing_behind_the_next(
+    file: AppendFile, failure: BaseException, seen: type[BaseException], left: bytes
+) -> None:
     file.append(b"12345")
-    with (
-        inject("journal.write", lambda: os.pwrite(file.fd, b"left over", 5) and fail(errno.EIO)()),
-        pytest.raises(JournalError, match="Input/output error"),
-    ):
-        file.append(b"x")
-    with file_size_limit(6):
-        file.append(b"y")
-    assert file.path.read_bytes()[:6] == b"12345y"
+
+    def write_half_and_stop() -> None:
+        os.pwrite(file.fd, b"left over", 5)
+        raise failure
+
+    with inject("journal.write", write_half_and_stop), pytest.raises(seen):
+        file.append(b"left over and more")
+    assert file.path.read_bytes() == left
+    file.append(b"y")
+    assert file.path.read_bytes() == b"12345y"
 
 
 def test_a_full_disk_loses_nothing_and_is_forgotten_when_space_returns(small_disk: Path) -> None:

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ import torch
 from streamkv.errors import ConfigError, InputError, ModelError, StreamKVError
 from streamkv.sampling import SamplingParams, sample
 
-NO_TRUNCATION = {"temperature": 1.0, "top_p": 1.0}
+NO_TRUNCATION: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
 def logits_of(seed: int, vocab_size: int = 50, scale: float = 2.0) -> torch.Tensor:
@@ -113,8 +114,8 @@ def test_margin_is_the_gap_of_the_raw_logits() -> None:
     ],
     ids=str,
 )
-def test_draws_follow_the_exact_distribution(options: dict[str, float], recent: list[int]) -> None:
-    params = SamplingParams(**{**NO_TRUNCATION, **options, "seed": 2024})  # type: ignore[arg-type]  # a mixed dict
+def test_draws_follow_the_exact_distribution(options: dict[str, Any], recent: list[int]) -> None:
+    params = SamplingParams(**{**NO_TRUNCATION, **options, "seed": 2024})
     logits = logits_of(8)
     exact = exact_distribution(logits.tolist(), params, recent)
     draws = 4000
@@ -139,9 +140,9 @@ def test_draws_follow_the_exact_distribution(options: dict[str, float], recent: 
     [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}, {"top_k": 4, "top_p": 0.7}],
     ids=str,
 )
-def test_every_surviving_token_is_drawn_and_no_other(options: dict[str, float]) -> None:
+def test_every_surviving_token_is_drawn_and_no_other(options: dict[str, Any]) -> None:
     logits = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, -math.inf])
-    params = SamplingParams(**{**NO_TRUNCATION, **options, "seed": 5})  # type: ignore[arg-type]  # a mixed dict
+    params = SamplingParams(**{**NO_TRUNCATION, **options, "seed": 5})
     drawn = {sample(logits, params, index).token_id for index in range(400)}
     assert drawn == set(exact_distribution(logits.tolist(), params))
 
