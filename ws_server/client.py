@@ -8,6 +8,7 @@ after a lost connection (`ServerError`) a new client can open the same session a
 
 import weakref
 from collections.abc import Generator, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -56,10 +57,12 @@ def connect(url: str) -> "Client":
     Raises:
         ServerError: nobody answers there, or not as a streamkv server.
     """
-    try:
-        return Client(connect_socket(url, **socket_options(url)))
-    except (OSError, WebSocketException, TimeoutError) as error:
-        raise unreachable(url, error) from error
+    with ExitStack() as stack:
+        try:
+            socket = stack.enter_context(connect_socket(url, **socket_options(url)))
+        except (OSError, WebSocketException, TimeoutError) as error:
+            raise unreachable(url, error) from error
+        return Client(socket, stack.pop_all())
 
 
 class Client:
@@ -72,8 +75,9 @@ class Client:
         last_done: how the last turn ended: reason, usage, timings.
     """
 
-    def __init__(self, socket: ClientConnection) -> None:
+    def __init__(self, socket: ClientConnection, owner: ExitStack) -> None:
         self._socket = socket
+        self._owner = owner
         self._dialogue = Dialogue()
         self._turn: weakref.ref[Generator[Any, None, None]] | None = None
         self.last_done: Done | None = None
@@ -123,7 +127,7 @@ class Client:
 
     def close(self) -> None:
         """Leave the server. Idempotent."""
-        self._socket.close()
+        self._owner.close()
 
     def __enter__(self) -> Self:
         return self

@@ -39,6 +39,7 @@ class ScriptedSession:
             await asyncio.sleep(0)
         else:
             self.engine.num_waiting += 1
+            self.engine.loop = asyncio.get_running_loop()
             await self.engine.gate.acquire()
 
     async def afeed(self, items: str | Iterable[str | list[int]]) -> AsyncGenerator[Progress, None]:
@@ -46,9 +47,9 @@ class ScriptedSession:
             raise InputError("items", items, "an empty feed", "Feed at least one character.")
         num_fed = 0
         for item in [items] if isinstance(items, str) else items:
-            for start in range(0, len(item), 4):
+            for start in range(0, len(item), self.engine.prefill_chunk):
                 await self._step()
-                piece = item[start : start + 4]
+                piece = item[start : start + self.engine.prefill_chunk]
                 if isinstance(piece, str):
                     self.text += piece
                 else:
@@ -94,11 +95,20 @@ class ScriptedEngine:
         self,
         answer: Callable[[str], Iterable[str]] = lambda text: numbers(),
         gate: asyncio.Semaphore | None = None,
+        prefill_chunk: int = 4,
     ) -> None:
         self.answer = answer
         self.gate = gate
+        self.prefill_chunk = prefill_chunk
         self.num_waiting = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.sessions: dict[str, ScriptedSession] = {}
+
+    def open_gate(self) -> None:
+        """Let all further steps pass; from any thread, once a step has waited."""
+        gate, self.gate = self.gate, None
+        assert gate is not None and self.loop is not None
+        self.loop.call_soon_threadsafe(gate.release)
 
     @property
     def model_name(self) -> str:
