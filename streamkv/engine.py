@@ -29,7 +29,7 @@ from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.keys import root_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.usage import TierUsage
-from streamkv.tokenizer import load_tokenizer
+from streamkv.tokenizer import Tokenizer, load_tokenizer
 from streamkv.window import Window
 
 DEFAULT_CHECKPOINT_TOKENS = 512
@@ -100,6 +100,11 @@ class Engine:
     def model(self) -> ModelAdapter:
         """The loaded model."""
         return self._adapter
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
 
     def session(self, name: str, *, system: str | None = None) -> Session:
         """Open a session: it resumes if it exists, else it is created.

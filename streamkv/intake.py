@@ -127,7 +127,7 @@ class Intake:
         """Write what the encoder has just made; if that fails, put the encoder back."""
         try:
             self._write(record)
-        except (JournalError, EngineClosedError):
+        except (JournalError, EngineClosedError, InputError):
             tail = self._journal.state.tail if self._journal is not None else ""
             self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
             raise
