@@ -22,6 +22,7 @@ MAX_RUN = 16_384
 """Characters. A run without a safe cut is cut at multiples of this, measured from its start."""
 
 _SEPARATOR = "\t"  # neither side of any rule
+_RARE = "\U000f1234"  # private use: in no vocabulary
 _UNKNOWN_LETTER = "字"  # stands for bytes that are no whole character
 
 
@@ -50,19 +51,21 @@ RULES = (
         r"\S",
         r" ",
         (
-            "word",
-            "a b",
-            "12",
-            "字",
-            "é",
-            "e\u0301",
-            ".",
-            "!)",
-            "'",
-            "\U0001f600",
-            "don't",
-            "x_",
-            "한",
+            *(
+                "word",
+                "a b",
+                "12",
+                "字",
+                "é",
+                "e\u0301",
+                ".",
+                "!)",
+                "'",
+                "\U0001f600",
+                "don't",
+                "x_",
+            ),
+            *("한", "a  \u0301", "a  \x07", "a  \u200b", "a  \ufeff", "a  \u00ad", "a  \u0378"),
         ),
         (" word", " 12", " 字", "  two", " \n", " \t x", " ", "   ", " 's", " .", " \u0301", " 한"),
     ),
@@ -127,12 +130,15 @@ def safe_rules(encode: Encode, vocabulary: str) -> tuple[CutRule, ...]:
     """The rules that are safe for a tokenizer.
 
     A rule is dropped if a token of the vocabulary spans its pair, or if a probe encodes differently
-    when cut.
+    when cut. No rule is safe if the tokenizer drops characters that it does not know, for then any
+    two characters may become neighbours.
 
     Args:
         encode: the tokenizer.
         vocabulary: from `vocabulary_text`.
     """
+    if not encode(_RARE, False):
+        return ()
     return tuple(
         rule for rule in RULES if not _spanned(rule, vocabulary) and _probes_agree(rule, encode)
     )

@@ -54,6 +54,11 @@ class IncrementalEncoder:
         return self._held[0] if self._held else ""
 
     @property
+    def num_held(self) -> int:
+        """Characters held back."""
+        return self._num_held
+
+    @property
     def at_start(self) -> bool:
         """Whether nothing of the stream was encoded yet."""
         return self._at_start

@@ -30,6 +30,7 @@ class DecoderKind(NamedTuple):
 
     byte_level: bool
     byte_fallback: bool
+    space_mark: bool
     leading_space: LeadingSpace
 
     def bytes_of(self, token: str) -> bytes:
@@ -39,7 +40,7 @@ class DecoderKind(NamedTuple):
         found = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
         if found:
             return bytes.fromhex(found.group(1))
-        return token.replace(_SPACE_MARK, " ").encode()
+        return (token.replace(_SPACE_MARK, " ") if self.space_mark else token).encode()
 
 
 def decoder_kind(decoder: Spec | None) -> DecoderKind:
@@ -51,13 +52,14 @@ def decoder_kind(decoder: Spec | None) -> DecoderKind:
     parts = list(components(decoder))
     types = [part["type"] for part in parts]
     if types == ["ByteLevel"]:
-        return DecoderKind(True, False, LeadingSpace.KEEP)
+        return DecoderKind(True, False, False, LeadingSpace.KEEP)
     if not types or not all(_is_sentencepiece(part) for part in parts):
         raise ModelError(
             f"tokenizer: its decoder {types or None} is not supported. "
             "Use a model with a byte-level or SentencePiece tokenizer."
         )
-    return DecoderKind(False, "ByteFallback" in types, _leading_space(parts))
+    space_mark = "Replace" in types or "Metaspace" in types
+    return DecoderKind(False, "ByteFallback" in types, space_mark, _leading_space(parts))
 
 
 def components(spec: Spec | None) -> Iterator[Spec]:

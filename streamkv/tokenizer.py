@@ -14,7 +14,7 @@ from streamkv.chat import ChatTemplate, Segment
 from streamkv.chat_format import Message, Render, find_format
 from streamkv.cuts import Cuts, safe_rules, vocabulary_text
 from streamkv.detokenizer import IncrementalDecoder, TokenText, decode
-from streamkv.errors import InputError, ModelError
+from streamkv.errors import ModelError
 from streamkv.incremental import IncrementalEncoder
 from streamkv.markup import Marker, MarkupSplitter
 from streamkv.token_bytes import DecoderKind, Spec, decoder_kind
@@ -38,6 +38,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> "Toke
 
     load: Any = AutoTokenizer.from_pretrained
     try:
+        eos_ids = _configured_eos_ids(directory)
         loaded = load(str(directory), use_fast=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"tokenizer: cannot load it from {directory}: {error}") from error
@@ -46,7 +47,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> "Toke
             f"tokenizer: {type(loaded).__name__} in {directory} is written in Python. "
             "Use a model that has a tokenizer.json."
         )
-    return Tokenizer(loaded, _configured_eos_ids(directory))
+    return Tokenizer(loaded, eos_ids)
 
 
 def _configured_eos_ids(directory: Path) -> set[int]:
@@ -72,6 +73,8 @@ class Tokenizer:
         stop_ids: tokens that end a reply.
         prefix_ids: what a new stream begins with (a BOS token, or nothing).
         chat: the model's turns.
+        cuts: where text may be cut without changing its tokens.
+        end_marker_id: the token that ends an assistant's turn; `None` if the turns are plain text.
 
     Raises:
         ModelError: a tokenizer whose decoder is not supported.
@@ -94,11 +97,13 @@ class Tokenizer:
         )
         self.prefix_ids = _prefix_ids(backend)
         self._first, self._later, self._space_after_special = _text_backends(backend, markers)
-        self._cuts = Cuts(safe_rules(self._encode, _vocabulary(backend, self._kind, markers)))
+        self.cuts = Cuts(safe_rules(self._encode, _vocabulary(backend, self._kind, markers)))
         self.chat = self._find_chat(loaded)
-        self.stop_ids = self._find_stop_ids(loaded.eos_token_id, eos_ids)
+        self.end_marker_id: int | None = backend.token_to_id(self.chat.end_marker)
+        stops = {loaded.eos_token_id, self.end_marker_id, *eos_ids}
+        self.stop_ids = frozenset(i for i in stops if i is not None)
 
-    def encode(self, text: str, *, at_start: bool = True) -> list[int]:
+    def encode(self, text: str, at_start: bool = True) -> list[int]:
         """Ids of a text, special tokens off.
 
         Args:
@@ -111,8 +116,12 @@ class Tokenizer:
         encoder = self.encoder(at_start=at_start)
         return encoder.push(text) + encoder.flush()
 
-    def encode_segments(self, segments: Iterable[Segment], *, at_start: bool = False) -> list[int]:
-        """Ids of a rendered turn: special tokens in its markup, plain text in its content."""
+    def encode_segments(self, segments: Iterable[Segment], at_start: bool = False) -> list[int]:
+        """Ids of a rendered turn: special tokens in its markup, plain text in its content.
+
+        Raises:
+            InputError: invalid Unicode in a content.
+        """
         ids = list[int]()
         for piece in self._splitter.split(segments):
             if isinstance(piece, Marker):
@@ -124,7 +133,7 @@ class Tokenizer:
 
     def encoder(self, *, tail: str = "", at_start: bool = True) -> IncrementalEncoder:
         """An encoder of a stream of text, see `IncrementalEncoder`."""
-        return IncrementalEncoder(self._encode, self._cuts, tail=tail, at_start=at_start)
+        return IncrementalEncoder(self._encode, self.cuts, tail=tail, at_start=at_start)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of all ids."""
@@ -144,13 +153,6 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if token is None else self._kind.bytes_of(token)
         return found
 
-    def require_ids(self, ids: Sequence[int], num_rows: int) -> None:
-        """Raise `InputError` for the first id that a model of `num_rows` tokens does not have."""
-        for index, token_id in enumerate(ids):
-            if not isinstance(token_id, int) or not 0 <= token_id < num_rows:
-                problem = f"no token id (at index {index})"
-                raise InputError("ids", token_id, problem, f"Use ids from 0 to {num_rows - 1}.")
-
     def _encode(self, text: str, at_start: bool) -> list[int]:
         backend = self._first if at_start else self._later
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
@@ -165,12 +167,6 @@ class Tokenizer:
         if chat_format.bos and not self.prefix_ids:
             self.prefix_ids = (loaded.bos_token_id,)
         return ChatTemplate(chat_format, self._splitter.leading_marker(chat_format.close))
-
-    def _find_stop_ids(self, eos_id: int | None, configured: Iterable[int]) -> frozenset[int]:
-        ids = {*configured, *([] if eos_id is None else [eos_id])}
-        if self.chat.end_marker:
-            ids.add(self._backend.token_to_id(self.chat.end_marker))
-        return frozenset(ids)
 
 
 def _component(component: Any) -> Spec | None:
