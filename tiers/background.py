@@ -10,7 +10,7 @@ bookkeeping. This module does not know who waits for gpu blocks, nor why a block
 import threading
 from collections.abc import Iterable
 
-from streamkv.errors import StoreError
+from streamkv.errors import InputError, StoreError
 from streamkv.tiers.jobs import Checkpoint, Collect, Demote, Forget, Job
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import Claims, Policy
@@ -177,6 +177,8 @@ class Background:
             try:
                 missing = self._lower.checkpoint(job.session, job.wanted)
                 return None, missing == 0, missing
+            except InputError as caught:
+                return caught, False, len(job.wanted)
             except (StoreError, OSError) as caught:
                 error = caught
                 self._lower.disable_ssd(error)

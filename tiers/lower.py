@@ -177,7 +177,7 @@ class LowerTiers:
         if isinstance(self._disabled_by, StoreFullError):
             _log.warning("a session was forgotten: the full ssd tier is tried again")
             self._disabled_by = None
-        if self.has_ssd:
+        if self.manifest(session):
             self._try(lambda: ssd.set_manifest(session, ()))
 
     def write_oldest(self) -> bool:

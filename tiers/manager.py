@@ -134,19 +134,15 @@ class TierManager:
         With too many copies pending this waits, or under `drop` gives this copy up.
 
         Raises:
-            StoreError, EngineClosedError: the worker stopped or was closed.
+            StoreError, EngineClosedError: the worker stopped or was closed; nothing was sealed.
         """
         written = self._transfer.written()
         with self._condition:
+            copies = self._copies_at_seal() and self._find_room()
             self._writer.raise_if_stopped()
             self._residents.seal(block_id, key)
-            if not self._copies_at_seal():
-                return
-            if not self._writer.has_room() and self._policy.on_pressure == "drop":
-                self._counters.add("dropped")
-                return
-            self._writer.wait_for(self._writer.has_room)
-            if not self._background.copy_of(key) and not self._lower.holds_in_memory(key):
+            known = self._background.copy_of(key) or self._lower.holds_in_memory(key)
+            if copies and not known:
                 self._background.demote(key, block_id, written)
 
     def drop(self, block_id: int) -> None:
@@ -293,6 +289,14 @@ class TierManager:
         lower = self._lower
         return self._policy.copies_at_seal(has_cpu=lower.has_cpu, has_ssd=lower.has_ssd)
 
+    def _find_room(self) -> bool:
+        """Room for a copy in the worker's queue: waited for, or False and counted."""
+        if not self._writer.has_room() and self._policy.on_pressure == "drop":
+            self._counters.add("dropped")
+            return False
+        self._writer.wait_for(self._writer.has_room)
+        return True
+
     def _may_allocate(self) -> bool:
         return self._free_list.num_free > 0 or self._residents.num_leaving == 0
 
@@ -304,6 +308,7 @@ class TierManager:
                 job.ticket.resolve(durable=False, missing=len(blocks))
             else:
                 self._writer.wait_for(self._writer.has_room)
+                self._writer.raise_if_stopped()
                 self._background.checkpoint(job)
         return job.ticket
 

@@ -5,7 +5,7 @@ with exactly what was written under the key, or returns False; and a key in a ma
 evicted nor deleted. Failures are raised as StoreError or OSError. This module implements nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from streamkv.tiers.host_memory import Bytes
@@ -38,7 +38,7 @@ class Store(Protocol):
     def read(self, key: BlockKey, out: Bytes) -> bool:
         """Copy a block into `out`, verified. False: absent or damaged; `out` is then undefined."""
 
-    def delete(self, keys: Iterable[BlockKey]) -> None:
+    def delete(self, keys: Collection[BlockKey]) -> None:
         """Forget blocks."""
 
     def set_manifest(self, session: str, keys: Sequence[BlockKey]) -> None:
