@@ -4,11 +4,12 @@ The order keeps a kill harmless: blocks are written and synced, then the CHECKPO
 them. The tier manager keeps the blocks of the checkpoint before until the one after this is done.
 """
 
+import logging
 import struct
 from dataclasses import dataclass
 from typing import Self
 
-from streamkv.errors import JournalError
+from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
 from streamkv.journal_records import Checkpoint
 from streamkv.sequence import Sequence
@@ -16,6 +17,8 @@ from streamkv.tiers.jobs import CheckpointTicket
 from streamkv.tiers.keys import KEY_BYTES
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Checkpointer:
     def after_step(self) -> None:
         """Journal a checkpoint that has been written, begin one that is due."""
         if self._pending is not None and self._pending[0].done():
-            self.finish()
+            self._finish_or_log()
         last = self._journaled.token_index if self._journaled else 0
         if self._pending is None and self._sequence.num_computed - last >= self._every:
             self.begin()
@@ -96,6 +99,18 @@ class Checkpointer:
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+
+    def _finish_or_log(self) -> None:
+        """A checkpoint that fails costs time at a resume, never tokens: the session goes on."""
+        try:
+            self.finish()
+        except (StoreError, JournalError, OSError) as error:
+            _log.warning(
+                "session %r: no checkpoint at token %d (%s); a resume will compute more anew",
+                self._name,
+                self._sequence.num_computed,
+                error,
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint in hand and journal it.
@@ -122,6 +137,7 @@ class Checkpointer:
         window = self._window_blocks()
         if window is None:
             return None
+        self._finish_or_log()
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         open_index = window.token_index // self._sequence.block_size
@@ -129,7 +145,7 @@ class Checkpointer:
         if has_open:
             blocks.append((open_key, table[open_index].block_id))
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
-        self.finish()
+        self._finish_or_log()
         return open_key if has_open and self._journaled is window else None
 
     def _window_blocks(self) -> WindowBlocks | None:

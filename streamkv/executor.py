@@ -1,6 +1,6 @@
 """Sequence bookkeeping meets tiers: blocks live before a step, sealed and dropped after."""
 
-from streamkv.batch import Batch, StepResult
+from streamkv.batch import Batch, StepResult, Wanted
 from streamkv.runner import Runner
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -37,11 +37,19 @@ class Executor:
     def postprocess(self, batch: Batch) -> None:
         """Count the tokens as computed; seal full blocks, then drop what no query needs."""
         for step in batch.steps:
-            before = step.sequence.num_computed // step.sequence.block_size
-            for block_id, key in step.sequence.advance(step.query_len):
-                self._tiers.seal(block_id, key)
-            if step.sequence.num_computed // step.sequence.block_size > before:
-                self.drop_expired(step.sequence)
+            if step.wanted is Wanted.LOGITS:
+                self.advance(step.sequence, step.query_len - 1)
+                step.sequence.head_is_written = True
+            else:
+                self.advance(step.sequence, step.query_len)
+
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens whose KV exists as computed; seal full blocks, then drop expired ones."""
+        before = sequence.num_computed // sequence.block_size
+        for block_id, key in sequence.advance(num_tokens):
+            self._tiers.seal(block_id, key)
+        if sequence.num_computed // sequence.block_size > before:
+            self.drop_expired(sequence)
 
     def drop_expired(self, sequence: Sequence) -> None:
         """Give back the blocks that left the window of a sequence."""

@@ -21,6 +21,7 @@ from streamkv.journal_records import (
     GivenKind,
     Kept,
     Record,
+    Turn,
 )
 from streamkv.sequence import Sequence
 from streamkv.tokenizer import Tokenizer
@@ -189,6 +190,19 @@ class Intake:
         self._give(GivenKind.CALLER, ids)
         self._write(Kept(start, len(ids)))
         self._sequence.change_window(start, window)
+
+    def end_turn(self, info: dict[str, Any]) -> None:
+        """Journal that a generation ended, and wait until all of it is on disk.
+
+        Nothing happens if the session was closed meanwhile: going to sleep has done it.
+
+        Raises:
+            JournalError: it could not be written.
+        """
+        with self.lock:
+            if self._journal is not None and not self._closed:
+                self._journal.append(Turn(info))
+                self._journal.sync()
 
     def generated(self, token_id: int) -> None:
         """Accept a sampled token. It may be handed out once this has returned.

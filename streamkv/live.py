@@ -1,13 +1,15 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
+import logging
 from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.detokenizer import IncrementalDecoder
+from streamkv.errors import JournalError
 from streamkv.executor import Executor
 from streamkv.intake import Intake
 from streamkv.journal import Journal
-from streamkv.journal_records import Closed, Turn
+from streamkv.journal_records import Closed
 from streamkv.outputs import FinishReason, SessionStats
 from streamkv.recovery import open_block_key, stream_keys
 from streamkv.sampling import SamplingParams
@@ -15,6 +17,8 @@ from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 from streamkv.tokenizer import Tokenizer
 from streamkv.window import Window
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,10 +71,8 @@ class LiveStream:
 
     def end_turn(self, params: SamplingParams, reason: FinishReason | None) -> None:
         """Journal that a generation ended, and wait until all of it is on disk."""
-        if self.journal is not None:
-            shown = reason.value if reason else "abandoned"
-            self.journal.append(Turn({"reason": shown, "seed": params.seed}))
-            self.journal.sync()
+        shown = reason.value if reason else "abandoned"
+        self.intake.end_turn({"reason": shown, "seed": params.seed})
 
     def stats(self) -> SessionStats:
         """Where the session stands."""
@@ -101,10 +103,13 @@ class LiveStream:
                     self.journal.close()
 
     def _store_all(self, journal: Journal, checkpointer: Checkpointer) -> None:
-        checkpointer.finish()
         partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
-        journal.append(Closed(self.sequence.num_computed, partial or b""))
-        journal.sync()
+        try:
+            journal.append(Closed(self.sequence.num_computed, partial or b""))
+            journal.sync()
+        except JournalError as error:
+            # All tokens are in it; only the shortcut to the open block is missing.
+            _log.warning("session %r: went to sleep without its last record (%s)", self.name, error)
 
     def delete(self) -> None:
         """Forget the session: blocks in every tier, then the journal."""

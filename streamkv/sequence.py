@@ -3,9 +3,10 @@
     0 ............ num_computed ........ num_tokens
     KV exists      pending: accepted, journaled, not yet computed
 
-The last token of the stream stays pending until more is needed: its logits are made when they are
-used, so none are ever stored. Memory is bounded: ids of the window, ids of the open block, live
-blocks.
+The last token of the stream stays pending until more follows it: its logits are made when they are
+used, so none are ever stored, and a sampled token that was never accepted (an interrupt, a full
+disk) is simply sampled again. Its KV may exist already; then it is counted without being computed
+anew. Memory is bounded: ids of the window, ids of the open block, live blocks.
 """
 
 from collections import deque
@@ -48,8 +49,9 @@ class Sequence:
         num_tokens: tokens accepted.
         num_computed: tokens whose KV was computed.
         pending: tokens accepted and not yet computed.
-        recent_ids: the newest ids, as many as the window has.
-        exact_from: blocks that start before it were computed without their whole past, on the way
+        head_is_written: the KV of the first pending token exists, because logits after it were
+        made. recent_ids: the newest ids, as many as the window has. exact_from: blocks that start
+        before it were computed without their whole past, on the way
             to an exact window; they get no key.
     """
 
@@ -61,6 +63,7 @@ class Sequence:
         self.num_computed = 0
         self.pending: deque[int] = deque()
         self.recent_ids: deque[int] = deque(maxlen=window.window_size)
+        self.head_is_written = False
         self.exact_from = 0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
@@ -133,6 +136,7 @@ class Sequence:
         Returns:
             (block_id, key) of each block that became full and is exact.
         """
+        self.head_is_written = False
         sealed = []
         for _ in range(query_len):
             self._open_ids.append(self.pending.popleft())

@@ -60,6 +60,9 @@ class StepExecutor(Protocol):
     def postprocess(self, batch: Batch) -> None:
         """Count the tokens as computed; seal full blocks, drop expired ones."""
 
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """The same for tokens whose KV exists already."""
+
 
 @dataclass(slots=True, eq=False)
 class _Job:
@@ -141,9 +144,26 @@ class StepLoop:
             self._call(call, future)
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
-                self._jobs[job.work] = job
-                self._scheduler.add(job.work)
+                self._admit(job)
         return True
+
+    def _admit(self, job: _Job) -> None:
+        work = job.work
+        needs_head = work.wanted is Wanted.SCORES or (
+            work.wanted is Wanted.LOGITS and work.num_tokens == 1
+        )
+        try:
+            if work.sequence.head_is_written and not needs_head:
+                self._executor.advance(work.sequence, 1)
+                work.num_tokens -= 1
+        except BaseException as error:
+            job.future.set_exception(error)
+            return
+        if work.num_tokens == 0:
+            job.future.set_result(None)
+        else:
+            self._jobs[work] = job
+            self._scheduler.add(work)
 
     def _call(self, call: Call, future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():

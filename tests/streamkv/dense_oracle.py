@@ -1,7 +1,8 @@
 """The independent computation that streaming attention is compared with: one position per pair.
 
-Every (query, key) pair gets its own distance, as StreamingLLM defines it by counting positions in the
-cache; scores are plain float64 sums over the whole stream. Nothing here knows of blocks or tables.
+Every (query, key) pair gets its own distance, as StreamingLLM defines it by counting positions in
+the cache; scores are plain float64 sums over the whole stream. Nothing here knows of blocks or
+tables.
 """
 
 import torch
