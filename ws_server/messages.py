@@ -171,10 +171,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds from the request to its first delta (`None`: there was none) and to its end."""
+    """Seconds from the request to its end, and to its first delta (`None`: there was none)."""
 
-    first_delta_s: float | None
     total_s: float
+    first_delta_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

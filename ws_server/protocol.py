@@ -117,9 +117,7 @@ def _refuse_constant(name: str) -> None:
 
 def encode(message: ClientMessage | ServerMessage) -> str:
     """The frame of a message. Fields that are `None` are left out."""
-    fields = {
-        name: value for name, value in dataclasses.asdict(message).items() if value is not None
-    }
+    fields = dataclasses.asdict(message, dict_factory=_without_none)
     return json.dumps(
         {"type": message.type, **fields},
         ensure_ascii=False,
@@ -127,6 +125,10 @@ def encode(message: ClientMessage | ServerMessage) -> str:
         separators=(",", ":"),
         default=_enum_value,
     )
+
+
+def _without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None}
 
 
 def _enum_value(value: object) -> object:

@@ -103,7 +103,7 @@ class Turn:
         after = await self._stats()
         added = after.num_tokens - before.num_tokens
         usage = Usage(max(0, added - self._output_tokens), self._output_tokens)
-        timings = Timings(self._first_delta_s, self._elapsed_s())
+        timings = Timings(self._elapsed_s(), self._first_delta_s)
         return Done(self._message.id, reason, after.num_tokens, after.text_chars, usage, timings)
 
     async def _stats(self) -> SessionStats:

@@ -30,6 +30,7 @@ class ScriptedSession:
         self.is_open = True
         self.resumed = False
         self.text = ""
+        self.text_chars = 0
         self.ids: list[int] = []
         self.num_tokens = 0
         self.num_generated = 0
@@ -52,11 +53,12 @@ class ScriptedSession:
                 piece = item[start : start + self.engine.prefill_chunk]
                 if isinstance(piece, str):
                     self.text += piece
+                    self.text_chars += len(piece)
                 else:
                     self.ids += piece
                 num_fed += len(piece)
                 self.num_tokens += len(piece)
-                yield Progress(num_fed, self.num_tokens, len(self.text), float("inf"))
+                yield Progress(num_fed, self.num_tokens, self.text_chars, float("inf"))
 
     async def asay(self, text: str) -> None:
         if text == "fail":
@@ -80,7 +82,7 @@ class ScriptedSession:
                 return
 
     def stats(self) -> SessionStats:
-        return SessionStats(self.name, self.num_tokens, self.num_tokens, 4, 8, len(self.text), 1)
+        return SessionStats(self.name, self.num_tokens, self.num_tokens, 4, 8, self.text_chars, 1)
 
     async def adelete(self) -> None:
         del self.engine.sessions[self.name]

@@ -57,7 +57,7 @@ def test_a_dialogue_of_the_synchronous_client() -> None:
         assert client.last_done is not None
         assert client.last_done.reason is DoneReason.LENGTH
         assert client.last_done.usage == Usage(5, 3)
-        assert [progress.text_chars for progress in client.feed("123456")] == [9, 11]
+        assert [progress.text_chars for progress in client.feed("123456")] == [4, 6]
         assert len(list(client.generate(max_tokens=1))) == 1
         assert client.stats()["num_tokens"] == 15
         client.leave()
@@ -255,8 +255,8 @@ def test_a_dialogue_of_the_asynchronous_client() -> None:
         async with served() as client:
             assert (await client.open("a")).resumed is False
             assert await texts(client, "x", 3) == ["0 ", "1 ", "2 "]
-            assert [p.text_chars async for p in client.feed(lines())] == [3, 7]
-            assert [p.text_chars async for p in client.feed(["89"])] == [9]
+            assert [p.text_chars async for p in client.feed(lines())] == [2, 6]
+            assert [p.text_chars async for p in client.feed(["89"])] == [8]
             assert (await client.stats())["num_tokens"] == 12
             assert len([delta async for delta in client.generate(max_tokens=2)]) == 2
             await client.leave()

@@ -162,7 +162,7 @@ def test_none_is_left_out_and_text_stays_readable() -> None:
     [
         Opened("a", "diary", 12, 30, True, "smollm2-135m"),
         TextDelta(1, 5, "x", 2, token_id=7, logprob=-0.5, top=[[7, -0.5], [9, -1.5]]),
-        Done(1, DoneReason.STOP, 40, 99, Usage(30, 10), Timings(None, 0.25)),
+        Done(1, DoneReason.STOP, 40, 99, Usage(30, 10), Timings(0.25)),
         Done(2, DoneReason.CLOSED),
         ErrorReply(None, ErrorCode.BUSY, "One at a time.", "Wait.", "text"),
         GoingAway("diary", 4, 5),
