@@ -149,6 +149,7 @@ class Recovery:
 
     def _replay(self) -> None:
         sequence, num_tokens = self._sequence, self._journal.state.num_tokens
+        sequence.restart_at(0, sequence.root_key, [])
         self._set_windows(0)
         head, start = self._replay_span()
         ids = self._journal.ids(0, head).tolist() + self._journal.ids(start, num_tokens).tolist()
