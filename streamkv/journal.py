@@ -94,7 +94,29 @@ class Journal:
             StoreFormatError: written by another version.
             SessionError: open already; names the process.
         """
-        fd = journal_file.open_locked(path)
+        journal = cls._read(path, journal_file.open_locked(path))
+        if journal.torn_bytes:
+            _log.warning(
+                "%s: gave up a torn record of %d bytes at byte %d; it was never acknowledged",
+                path,
+                journal.torn_bytes,
+                journal.num_bytes,
+            )
+        return journal
+
+    @classmethod
+    def read_beside(cls, path: Path) -> Self:
+        """Read a journal that another process may be writing, as far as it has come.
+
+        Nothing can be appended. A torn tail may be a record that is being written.
+
+        Raises:
+            JournalError, StoreFormatError: as `open`.
+        """
+        return cls._read(path, journal_file.open_unlocked(path))
+
+    @classmethod
+    def _read(cls, path: Path, fd: int) -> Self:
         try:
             header, seed, end = _read_header(path, fd)
             journal = cls(path, fd, header, seed, end)
@@ -234,12 +256,6 @@ class Journal:
             raise _damaged(self.path, file.end, f"a whole record follows at byte {later}")
         # The first append cuts it off; until then the file stays as it was found.
         self.torn_bytes = file_end - file.end
-        _log.warning(
-            "%s: gave up a torn record of %d bytes at byte %d; it was never acknowledged",
-            self.path,
-            self.torn_bytes,
-            file.end,
-        )
 
     def _frames(
         self, file: AppendFile, start: int, read_bytes: int = READ_BYTES

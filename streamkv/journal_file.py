@@ -46,21 +46,22 @@ def open_locked(path: Path) -> int:
         JournalError: it does not exist or may not be opened.
         SessionError: it is open already; names the process.
     """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise JournalError(f"{path}: no such journal. Create the session first.") from error
-    except OSError as error:
-        raise JournalError(
-            f"{path}: cannot be opened ({error.strerror}). It must be a file that this user may "
-            "read and write."
-        ) from error
+    fd = _open(path, os.O_RDWR)
     try:
         _lock(fd, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def open_unlocked(path: Path) -> int:
+    """Open the file for reading beside whoever writes it; returns the fd.
+
+    Raises:
+        JournalError: it does not exist or may not be opened.
+    """
+    return _open(path, os.O_RDONLY)
 
 
 def remove(path: Path) -> None:
@@ -100,6 +101,18 @@ def lock_owner(fd: int) -> int | None:
         if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
             return int(fields[4])
     return None
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise JournalError(f"{path}: no such journal. Create the session first.") from error
+    except OSError as error:
+        raise JournalError(
+            f"{path}: cannot be opened ({error.strerror}). It must be a file that this user may "
+            "read and write."
+        ) from error
 
 
 def _lock(fd: int, path: Path) -> None:

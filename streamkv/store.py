@@ -9,13 +9,15 @@ One store belongs to one model with its weights; the ssd tier's own header says 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from streamkv.config import EngineConfig, parse_size
 from streamkv.errors import StoreError
-from streamkv.model import ModelAdapter
 from streamkv.tiers.ssd import SsdTier
 from streamkv.tiers.store_format import StoreIdentity
+
+if TYPE_CHECKING:  # a store is listed and cleaned without torch
+    from streamkv.model import ModelAdapter
 
 SUFFIX = ".journal"
 
@@ -33,7 +35,7 @@ class Store:
     blocks: SsdTier
 
     @classmethod
-    def open(cls, config: EngineConfig, model: ModelAdapter) -> "Self | None":
+    def open(cls, config: EngineConfig, model: "ModelAdapter") -> "Self | None":
         """Open the store that `config` names, making it if it is missing; `None` if it names none.
 
         Raises:
@@ -54,7 +56,7 @@ class Store:
                 f"store={str(path)!r}: cannot be written. Use a directory that you may write."
             )
         blocks = SsdTier(
-            path / "blocks",
+            blocks_path(path),
             model.spec,
             StoreIdentity(model.name, model.fingerprint),
             limit_bytes=parse_size("ssd_bytes", config.ssd_bytes),
@@ -64,7 +66,7 @@ class Store:
 
     def journal_path(self, name: str) -> Path:
         """Where the journal of a session lies, or would."""
-        return self.path / "sessions" / (name + SUFFIX)
+        return journal_path(self.path, name)
 
     def session_names(self) -> list[str]:
         """Names of all sessions that have a journal, sorted."""
@@ -73,6 +75,16 @@ class Store:
     def close(self) -> None:
         """Close the ssd tier."""
         self.blocks.close()
+
+
+def blocks_path(store: Path) -> Path:
+    """Directory of the ssd tier of a store."""
+    return store / "blocks"
+
+
+def journal_path(store: Path, name: str) -> Path:
+    """Where the journal of a session lies, or would."""
+    return store / "sessions" / (name + SUFFIX)
 
 
 def session_names(store: Path) -> list[str]:

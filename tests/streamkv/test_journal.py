@@ -531,3 +531,16 @@ def test_opening_a_sound_journal_logs_nothing(path: Path, caplog: pytest.LogCapt
     write(path, RECORDS)
     assert read(path) == [HEADER, *RECORDS]
     assert caplog.records == []
+
+
+def test_a_journal_is_read_beside_the_process_that_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.journal"
+    with Journal.create(path, HEADER) as writer:
+        writer.append(Given(GivenKind.CALLER, (1, 2, 3)))
+        with Journal.read_beside(path) as reader:
+            assert reader.state.num_tokens == 3
+            assert reader.ids(0, 3).tolist() == [1, 2, 3]
+            with pytest.raises(JournalError):
+                reader.append(Given(GivenKind.CALLER, (4,)))
+        writer.append(Given(GivenKind.CALLER, (5,)))
+        assert writer.ids(0, 4).tolist() == [1, 2, 3, 5]
