@@ -136,6 +136,14 @@ class Engine:
             stored = self._store.session_names() if self._store else []
             return sorted({*stored, *self._sessions})
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text by itself.
+
+        Raises:
+            InputError: invalid Unicode.
+        """
+        return len(self._tokenizer.encode(text))
+
     def usage(self) -> dict[str, TierUsage]:
         """Blocks and bytes of each tier."""
         return self._tiers.usage()
