@@ -94,8 +94,12 @@ class StoreView(ABC):
             if entry.codec != "damaged":
                 yield entry.key
 
-    def verify(self) -> VerifyReport:
-        """Read every frame of every record, decode it and compare its checksum."""
+    def verify(self, on_record: Callable[[int], None] | None = None) -> VerifyReport:
+        """Read every frame of every record, decode it and compare its checksum.
+
+        Args:
+            on_record: called with the number of records read so far.
+        """
         num_records = num_bytes = 0
         bad: list[tuple[BlockKey, str]] = []
         for row, outcome in self._scan(_verify, VERIFY_BATCH):
@@ -104,6 +108,8 @@ class StoreView(ABC):
                 bad.append((row.key, outcome))
             else:
                 num_bytes += outcome
+            if on_record is not None:
+                on_record(num_records)
         return VerifyReport(num_records, num_records - len(bad), num_bytes, tuple(bad))
 
     def manifests(self) -> dict[str, tuple[BlockKey, ...]]:
