@@ -18,6 +18,7 @@ from streamkv.ws_server.dialogue import (
     accept,
     accept_step,
     feed_messages,
+    frame_of,
     is_cut_short,
     socket_options,
     unreachable,
@@ -41,7 +42,6 @@ from streamkv.ws_server.messages import (
     StatsReply,
     TextDelta,
 )
-from streamkv.ws_server.protocol import encode
 
 _TurnMessage = Say | Generate | Feed
 
@@ -191,8 +191,9 @@ class AsyncClient:
         return accept(await self._receive(message.id))
 
     async def _send(self, message: ClientMessage) -> None:
+        frame = frame_of(message)
         try:
-            await self._socket.send(encode(message))
+            await self._socket.send(frame)
         except ConnectionClosed as error:
             raise self._dialogue.lost(error) from error
 

@@ -23,6 +23,7 @@ from streamkv.ws_server.dialogue import (
     accept,
     accept_step,
     feed_messages,
+    frame_of,
     is_cut_short,
     socket_options,
     unreachable,
@@ -46,7 +47,6 @@ from streamkv.ws_server.messages import (
     StatsReply,
     TextDelta,
 )
-from streamkv.ws_server.protocol import encode
 
 __all__ = ["Client", "RemoteError", "connect"]
 
@@ -186,8 +186,9 @@ class Client:
         return accept(self._receive(message.id))
 
     def _send(self, message: ClientMessage) -> None:
+        frame = frame_of(message)
         try:
-            self._socket.send(encode(message))
+            self._socket.send(frame)
         except ConnectionClosed as error:
             raise self._dialogue.lost(error) from error
 

@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed
 
 from streamkv.errors import InputError, ServerError
 from streamkv.ws_server.messages import (
+    ClientMessage,
     Done,
     DoneReason,
     ErrorCode,
@@ -25,7 +26,7 @@ from streamkv.ws_server.messages import (
     ServerMessage,
     TextDelta,
 )
-from streamkv.ws_server.protocol import MAX_MESSAGE_BYTES, parse_server
+from streamkv.ws_server.protocol import MAX_MESSAGE_BYTES, encode, parse_server
 
 FEED_CHARS = 64 * 1024
 FEED_IDS = 64 * 1024
@@ -86,6 +87,27 @@ class Dialogue:
         """What a caller is told when the socket is gone."""
         why = "The server is shutting down" if self.going_away else "The connection was lost"
         return ServerError(f"{why} ({error}). Connect again and open the session: it resumes.")
+
+
+def frame_of(message: ClientMessage) -> str:
+    """The frame of a request, checked before it is sent: a bad one would cost the connection.
+
+    Raises:
+        InputError: invalid Unicode, an option that JSON does not know, or too long.
+    """
+    try:
+        frame = encode(message)
+        num_bytes = len(frame.encode())
+    except UnicodeEncodeError as error:
+        problem, remedy = "invalid Unicode", "Remove the lone surrogates."
+        raise InputError(message.type, error.object[:40], problem, remedy) from error
+    except (TypeError, ValueError) as error:
+        remedy = "Use numbers, texts, true, false and flat lists."
+        raise InputError(message.type, "...", f"not JSON: {error}", remedy) from error
+    if num_bytes > MAX_MESSAGE_BYTES:
+        remedy = f"Send at most {MAX_MESSAGE_BYTES} bytes at once, or feed it: a feed is cut."
+        raise InputError(message.type, f"<{num_bytes} bytes>", "too long", remedy)
+    return frame
 
 
 def accept(reply: ServerMessage) -> ServerMessage:

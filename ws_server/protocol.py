@@ -132,7 +132,8 @@ def _without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _enum_value(value: object) -> object:
-    assert isinstance(value, Enum), value
+    if not isinstance(value, Enum):
+        raise TypeError(f"{type(value).__name__} has no place in JSON")
     return value.value
 
 

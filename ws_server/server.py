@@ -112,6 +112,8 @@ class Server:
         # The library logs the frames of a conversation at debug level.
         logger = logging.getLogger("streamkv.ws_server.socket")
         logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
+        if config.host not in (*_LOOPBACK, "::1"):
+            _LOG.warning("whoever reaches host %s can use every session", config.host)
         try:
             self._server = await websockets.serve(
                 self._handle,

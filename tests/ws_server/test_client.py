@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
@@ -190,6 +191,25 @@ def test_a_refusal_carries_code_remedy_and_field() -> None:
         assert "temperature" in caught.value.remedy
         with pytest.raises(InputError, match="items"):
             list(client.feed([3.5]))  # type: ignore[list-item]
+        assert len(list(client.say("x", max_tokens=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "params", "problem"),
+    [
+        ("\ud800", {}, "invalid Unicode"),
+        ("x" * (1 << 20), {}, "too long"),
+        ("x", {"temperature": float("nan")}, "not JSON"),
+        ("x", {"stop": {"a"}}, "not JSON"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_it_is_sent(
+    text: str, params: dict[str, Any], problem: str
+) -> None:
+    with running(ScriptedEngine()) as (url, _), connect(url) as client:
+        client.open("a")
+        with pytest.raises(InputError, match=problem):
+            list(client.say(text, **params))
         assert len(list(client.say("x", max_tokens=1))) == 1
 
 

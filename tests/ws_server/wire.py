@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -37,9 +37,6 @@ class Wire:
         while messages[-1]["type"] not in kinds:
             messages.append(await self.receive())
         return messages
-
-    async def __aenter__(self) -> Self:
-        return self
 
 
 @asynccontextmanager
