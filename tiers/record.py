@@ -142,6 +142,11 @@ class EncodedRecord:
     checksums: tuple[int, ...]
     payload: bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Coded bytes of all frames."""
+        return sum(self.lengths)
+
     def header(self, sequence: int, spec: KVSpec) -> RecordHeader:
         """The header under which it is stored as number `sequence`."""
         return RecordHeader(sequence, self.codec, spec.spec_hash, self.lengths, self.checksums)

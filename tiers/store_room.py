@@ -26,11 +26,13 @@ class StoreRoom:
     Attributes:
         page_bytes: LMDB's page.
         map_pages: the limit.
+        block_pages: pages of the payload of one block, at most.
         chunk_pages: most pages of payload in one write transaction.
     """
 
     page_bytes: int
     map_pages: int
+    block_pages: int
     chunk_pages: int
 
     @classmethod
@@ -47,13 +49,16 @@ class StoreRoom:
             raise ConfigError("ssd_bytes", limit_bytes, problem, f"Use at least {minimum} bytes.")
         map_pages = limit_bytes // page_bytes
         chunk_pages = max(block_pages, min(MAX_CHUNK_BYTES // page_bytes, map_pages // 64))
-        return cls(page_bytes, map_pages, chunk_pages)
+        return cls(page_bytes, map_pages, block_pages, chunk_pages)
 
     def budget(self, file_pages: int | None = None) -> int:
         """Live pages allowed.
 
         Args:
-            file_pages: pages that the file cannot outgrow because the disk is full; None: it can.
+            file_pages: pages that the file cannot outgrow because the disk is full, so that
+                transactions take one block each; None: it can.
         """
-        usable = self.map_pages if file_pages is None else min(self.map_pages, file_pages)
-        return max(0, usable - max(usable // 20, 3 * self.chunk_pages + _TREE_PAGES // 2))
+        usable, chunk_pages = self.map_pages, self.chunk_pages
+        if file_pages is not None:
+            usable, chunk_pages = min(usable, file_pages), self.block_pages
+        return max(0, usable - max(usable // 20, 3 * chunk_pages + _TREE_PAGES // 2))

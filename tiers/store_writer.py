@@ -73,11 +73,13 @@ class StoreWriter:
             StoreFullError: no room, and no more to evict; chunks before stay stored.
         """
         for chunk in self._chunks(records, protected):
-            victims = self._change(partial(self._store, chunk), chunk)
-            self._evicted(victims)
-            self._counters.add("writes", len(chunk.records))
-            num_bytes = sum(sum(record.lengths) for record in chunk.records)
-            self._counters.add("bytes_written", num_bytes)
+            try:
+                self._write(chunk)
+            except NoRoomError:
+                if len(chunk.records) == 1:
+                    raise
+                for record in chunk.records:
+                    self._write(self._chunk([record], protected))
 
     def delete(self, keys: Iterable[BlockKey]) -> None:
         """Remove records; those that a manifest names stay."""
@@ -114,27 +116,43 @@ class StoreWriter:
         batch: list[EncodedRecord] = []
         num_pages = 0
         for record in records:
-            pages = self._tables.layout.num_pages(sum(record.lengths))
-            if batch and num_pages + pages > self._room.chunk_pages:
-                yield Chunk(tuple(batch), protected, num_pages)
+            pages = self._tables.layout.num_pages(record.num_bytes)
+            if batch and num_pages + pages > self._chunk_pages():
+                yield self._chunk(batch, protected)
                 batch, num_pages = [], 0
             batch.append(record)
             num_pages += pages
         if batch:
-            yield Chunk(tuple(batch), protected, num_pages)
+            yield self._chunk(batch, protected)
+
+    def _chunk(self, records: Sequence[EncodedRecord], protected: frozenset[BlockKey]) -> Chunk:
+        num_pages = sum(self._tables.layout.num_pages(record.num_bytes) for record in records)
+        return Chunk(tuple(records), protected, num_pages)
+
+    def _chunk_pages(self) -> int:
+        on_full_disk = self._ceiling_pages is not None
+        return self._room.block_pages if on_full_disk else self._room.chunk_pages
+
+    def _write(self, chunk: Chunk) -> None:
+        self._evicted(self._change(partial(self._store, chunk), chunk))
+        self._counters.add("writes", len(chunk.records))
+        self._counters.add("bytes_written", sum(record.num_bytes for record in chunk.records))
 
     def _store(self, chunk: Chunk, txn: Transaction) -> Victims:
         excess = self._tables.live_pages(txn) + chunk.num_pages - self._budget()
         victims = self._evict(excess, txn, chunk.protected)
         if victims.num_pages < excess:
-            raise StoreFullError(
-                f"{self._file.path} is full of blocks that sessions need to resume. "
-                "Raise ssd_bytes, or delete sessions."
-            )
+            raise self._all_locked()
         for record in chunk.records:
             fault_point("ssd.put")
             self._tables.put(txn, record)
         return victims
+
+    def _all_locked(self) -> StoreFullError:
+        problem = f"{self._file.path} is full of blocks that sessions need to resume"
+        if self._ceiling_pages is None:
+            return StoreFullError(f"{problem}. Raise ssd_bytes, or delete sessions.")
+        return StoreFullError(f"{problem}, and its disk is full. Free some space.")
 
     def _evict(
         self, num_pages: int, txn: Transaction, protected: Collection[BlockKey] = ()
@@ -202,5 +220,5 @@ class StoreWriter:
 
     def _disk_has_room(self) -> bool:
         disk = os.statvfs(self._file.path)
-        wanted = 2 * BALLAST_BYTES + 4 * self._room.chunk_pages * self._room.page_bytes
+        wanted = 2 * BALLAST_BYTES + 8 * self._room.block_pages * self._room.page_bytes
         return disk.f_bavail * disk.f_frsize > wanted

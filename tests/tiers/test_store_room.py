@@ -22,7 +22,8 @@ def test_a_small_store_keeps_room_for_three_writes() -> None:
 
 def test_a_full_disk_lowers_the_budget() -> None:
     room = StoreRoom.of(1 << 30, SMOL, 4096)
-    assert room.budget(100000) == 100000 - 3 * 4096 - 64
+    assert room.budget(100000) == 100000 - 5000
+    assert room.budget(10000) == 10000 - 3 * 363 - 64
     assert room.budget(10) == 0
 
 
