@@ -187,11 +187,8 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         self._enter()
         try:
             return await self._advance()
-        except StopIteration:
-            self.finish()
-            raise StopAsyncIteration from None
         except BaseException:
-            self.finish()
+            await self.aclose()
             raise
         finally:
             self._gate.leave()
@@ -211,7 +208,7 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
             except StopAsyncIteration:
                 raise
             except BaseException as error:
-                output = self._steps.throw(error)
+                output = _throw(self._steps, error)
             else:
                 output = _resume(self._steps, answer)
 
@@ -222,7 +219,8 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
 
     async def aclose(self) -> None:
         """Stop here. The session stays usable."""
-        self.finish()
+        if not self._ended:
+            await asyncio.to_thread(self.finish)
 
     async def run(self) -> list[T]:
         """Carry the operation to its end and return all outputs."""
@@ -233,6 +231,14 @@ def _resume(steps: Steps, answer: Any) -> Any:
     """The generator's next output, END when it has ended (StopIteration cannot cross an await)."""
     try:
         return steps.send(answer)
+    except StopIteration:
+        return END
+
+
+def _throw(steps: Steps, error: BaseException) -> Any:
+    """The same after raising `error` where the generator waits."""
+    try:
+        return steps.throw(error)
     except StopIteration:
         return END
 

@@ -272,7 +272,7 @@ class Engine:
         ids = list(self._tokenizer.prefix_ids)
         if system:
             segments = self._tokenizer.chat.render_system(system)
-            ids += self._tokenizer.encode_segments(segments, at_start=not ids)
+            ids += self._tokenizer.encode_segments(segments, at_start=True)
         return ids
 
     def _new_header(self, system: str | None) -> SessionHeader:

@@ -13,14 +13,20 @@ class Generation:
         params: options of the generation.
         decoder: turns token ids into text.
         eos_ids: tokens by which the model ends a turn.
+        turn_stops: texts by which it ends a turn.
     """
 
     def __init__(
-        self, params: SamplingParams, decoder: IncrementalDecoder, eos_ids: frozenset[int]
+        self,
+        params: SamplingParams,
+        decoder: IncrementalDecoder,
+        eos_ids: frozenset[int],
+        turn_stops: tuple[str, ...] = (),
     ) -> None:
         self._max_tokens = params.max_tokens
         self._decoder = decoder
-        self._matcher = StopMatcher(params.stop_strings)
+        turn_stops = () if params.ignore_eos else turn_stops
+        self._matcher = StopMatcher((*params.stop_strings, *turn_stops))
         ends = frozenset() if params.ignore_eos else eos_ids
         self._stop_ids = ends | frozenset(params.stop_ids)
         self._num_tokens = 0

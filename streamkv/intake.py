@@ -75,6 +75,16 @@ class Intake:
         self.lock = threading.Lock()
         self.text_chars = 0
 
+    @property
+    def turn_stops(self) -> tuple[str, ...]:
+        """Texts that end an answer of a model whose turns have no end marker."""
+        return self._tokenizer.chat.stop_strings if self._has_turns else ()
+
+    @property
+    def _is_start(self) -> bool:
+        """Whether no text precedes; a tokenizer's prefix (BOS) does not count as text."""
+        return self._sequence.num_tokens <= len(self._tokenizer.prefix_ids)
+
     def restore(self, text_chars: int, tail: str, has_turns: bool) -> None:
         """Go on where the journal ends.
 
@@ -83,8 +93,7 @@ class Intake:
             tail: accepted text that is not yet among the tokens.
             has_turns: the stream holds turns, so an answer may be open.
         """
-        at_start = self._sequence.num_tokens == 0
-        self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
+        self._encoder = self._tokenizer.encoder(tail=tail, at_start=self._is_start)
         self._has_turns = has_turns
         self.text_chars = text_chars
 
@@ -137,7 +146,7 @@ class Intake:
         """Begin a new stream: a tokenizer's prefix, a system prompt."""
         if ids:
             self._give(GivenKind.SYSTEM, ids)
-            self._encoder = self._tokenizer.encoder(at_start=False)
+            self._encoder = self._tokenizer.encoder(at_start=self._is_start)
 
     def close(self) -> None:
         """Accept nothing more."""
@@ -159,8 +168,7 @@ class Intake:
             segments.extend(chat.render_close(ended=self._ends_with_end_marker()))
         segments.extend(chat.render_turn(role, text))
         self.flush()
-        at_start = self._sequence.num_tokens == 0
-        ids = self._tokenizer.encode_segments(segments, at_start=at_start)
+        ids = self._tokenizer.encode_segments(segments, at_start=self._is_start)
         self._give(GivenKind.TEMPLATE, ids)
         self._has_turns = True
 
@@ -176,7 +184,7 @@ class Intake:
             raise InputError("text", text, "nothing to keep", "Pass at least one character.")
         self.flush()
         start = self._sequence.num_tokens
-        ids = self._tokenizer.encode(text, at_start=start == 0)
+        ids = self._tokenizer.encode(text, at_start=self._is_start)
         window = self._sequence.final_window.with_sinks(start, start + len(ids))
         total = window.num_sink_tokens + window.window_size
         if total > self._trained_length:

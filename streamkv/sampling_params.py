@@ -103,7 +103,8 @@ def _require_number(
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     bound = f"above {minimum:g} and at most" if above else f"from {minimum:g} to"
-    if is_number and math.isfinite(value):  # type: ignore[arg-type]  # is_number narrows
+    # abs, not isfinite: a whole number beyond the range of floats has no float to ask about.
+    if is_number and abs(value) < math.inf:  # type: ignore[arg-type]  # is_number narrows
         inside = minimum <= value <= maximum  # type: ignore[operator]  # is_number narrows
         if inside and not (above and value == minimum):
             return

@@ -20,7 +20,7 @@ from streamkv.intake import pieces
 from streamkv.live import LiveStream
 from streamkv.outputs import Delta, Progress, Score, SessionStats
 from streamkv.sampling import SamplingParams, resolve_seed, sample
-from streamkv.step_loop import Compute, StepLoop
+from streamkv.step_loop import Call, Compute, StepLoop
 
 Items = str | Iterable[str | list[int]]
 AsyncItems = Items | AsyncIterable[str | list[int]]
@@ -250,10 +250,18 @@ class Session:
                 "Feed some text or say something first."
             )
         params = resolve_seed(params)
-        generation = Generation(params, self._live.decoder(), self._live.eos_ids)
+        decoder, eos_ids = self._live.decoder(), self._live.eos_ids
+        generation = Generation(params, decoder, eos_ids, intake.turn_stops)
 
         def choose(logits: Any) -> object:
             return sample(logits, params, sequence.num_tokens, sequence.recent_ids)
+
+        ended = False
+
+        def end_turn() -> None:
+            nonlocal ended
+            ended = True
+            self._live.end_turn(params, generation.finish_reason)
 
         try:
             while generation.finish_reason is None:
@@ -262,9 +270,14 @@ class Session:
                 token = yield self._compute(sequence.num_pending, Wanted.LOGITS, choose)
                 token_index = sequence.num_tokens
                 intake.generated(token.token_id)
-                yield generation.push(token, token_index)
+                delta = generation.push(token, token_index)
+                if generation.finish_reason is not None:
+                    # Waiting for the disk is the engine's thread's business, not the caller's.
+                    yield Call(end_turn)
+                yield delta
         finally:
-            self._live.end_turn(params, generation.finish_reason)
+            if not ended:
+                end_turn()
 
     def _say(self, text: str, role: str) -> Steps:
         self._live.intake.turn(role, text)

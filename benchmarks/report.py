@@ -1,0 +1,127 @@
+"""What every benchmark reports: a table for people, one JSON line, and a file in `results/`.
+
+A figure has a value, a unit, the bound that was asked for, and which direction is better; a missed
+bound stays in the file as `ok: false`. Machine, versions and commit are part of the report.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "numpy", "lmdb", "zstandard")
+
+
+def machine() -> str:
+    """Processor, cores and memory, in words."""
+    model = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}"
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+def commit() -> str:
+    """The checkout's commit, with a plus sign if files differ from it."""
+    root = Path(__file__).parent.parent
+    try:
+        run = ["git", "-C", str(root)]
+        name = subprocess.check_output([*run, "rev-parse", "--short", "HEAD"], text=True).strip()
+        changed = subprocess.check_output([*run, "status", "--porcelain", "-uno"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + ("+" if changed.strip() else "")
+
+
+@dataclass(slots=True)
+class Report:
+    """Figures of one benchmark.
+
+    Attributes:
+        benchmark: name, also of the file in `results/`.
+        figures: by name, as `add` makes them.
+        notes: sentences about the run.
+    """
+
+    benchmark: str
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        bound: float | None = None,
+        better: str = "lower",
+        tolerance: float | None = None,
+        peers: dict[str, float] | None = None,
+        **extra: Any,
+    ) -> bool:
+        """Add a figure; returns whether it keeps its bound.
+
+        Args:
+            bound: asked for; with `tolerance` the value must lie within it of the bound.
+            better: `lower` or `higher`.
+            peers: what others reached in the same run.
+        """
+        ok = True
+        if bound is not None and tolerance is not None:
+            ok = abs(value - bound) <= tolerance
+        elif bound is not None:
+            ok = value <= bound if better == "lower" else value >= bound
+        figure: dict[str, Any] = {"value": value, "unit": unit, "better": better, "ok": ok, **extra}
+        if bound is not None:
+            figure["bound"] = bound
+        if tolerance is not None:
+            figure["tolerance"] = tolerance
+        if peers:
+            figure["peers"] = peers
+        self.figures[name] = figure
+        return ok
+
+    def finish(self) -> bool:
+        """Print the table and the JSON line, write the file; returns whether every bound is kept."""
+        report = {
+            "benchmark": self.benchmark,
+            "commit": commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "figures": self.figures,
+            "notes": self.notes,
+        }
+        width = max((len(name) for name in self.figures), default=0)
+        for name, figure in self.figures.items():
+            bound = f"  bound {figure['bound']:g}" if "bound" in figure else ""
+            verdict = "" if "bound" not in figure else ("  ok" if figure["ok"] else "  MISSED")
+            print(f"{name:<{width}}  {figure['value']:.6g} {figure['unit']}{bound}{verdict}")
+        for note in self.notes:
+            print("note:", note)
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{self.benchmark}.json"
+        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        print(json.dumps(report, ensure_ascii=False))
+        return all(figure["ok"] for figure in self.figures.values())
+
+
+def median(values: Sequence[float]) -> float:
+    """Median of some timings."""
+    return statistics.median(values)

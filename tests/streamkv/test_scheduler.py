@@ -1,0 +1,86 @@
+"""Whose turn it is, with sequences that compute nothing."""
+
+from streamkv.batch import Wanted
+from streamkv.scheduler import Scheduler, Work
+from streamkv.sequence import Jump, Sequence
+from streamkv.tiers.spec import BlockKey
+from streamkv.window import Window
+
+ROOT = BlockKey(b"r" * 16)
+
+
+def sequence(seq_id: int, num_tokens: int) -> Sequence:
+    made = Sequence(seq_id, Window(64, ((0, 4),)), 64, ROOT)
+    made.append(list(range(num_tokens)))
+    return made
+
+
+def run(scheduler: Scheduler) -> list[tuple[int, int, Wanted]]:
+    """Carry out everything; (sequence, tokens, wanted) of each step."""
+    steps = []
+    while (scheduled := scheduler.schedule()) is not None:
+        work, batch = scheduled
+        [step] = batch.steps
+        step.sequence.advance(step.query_len)
+        scheduler.postprocess(work, batch)
+        steps.append((step.sequence.seq_id, step.query_len, step.wanted))
+    return steps
+
+
+def test_a_long_feed_and_a_decode_take_turns() -> None:
+    scheduler = Scheduler(prefill_chunk=100)
+    scheduler.add(Work(sequence(1, 250), 250))
+    scheduler.add(Work(sequence(2, 1), 1, Wanted.LOGITS))
+    assert run(scheduler) == [
+        (1, 100, Wanted.NOTHING),
+        (2, 1, Wanted.LOGITS),
+        (1, 100, Wanted.NOTHING),
+        (1, 50, Wanted.NOTHING),
+    ]
+
+
+def test_chunks_end_at_absolute_multiples() -> None:
+    scheduler = Scheduler(prefill_chunk=100)
+    one = sequence(1, 270)
+    one.advance(30)
+    scheduler.add(Work(one, 240))
+    assert [length for _, length, _ in run(scheduler)] == [70, 100, 70]
+
+
+def test_scores_are_wanted_from_every_step_and_logits_from_the_last() -> None:
+    scheduler = Scheduler(prefill_chunk=64)
+    scheduler.add(Work(sequence(1, 128), 128, Wanted.SCORES))
+    scheduler.add(Work(sequence(2, 128), 128, Wanted.LOGITS))
+    assert [(seq_id, wanted) for seq_id, _, wanted in run(scheduler)] == [
+        (1, Wanted.SCORES),
+        (2, Wanted.NOTHING),
+        (1, Wanted.SCORES),
+        (2, Wanted.LOGITS),
+    ]
+
+
+def test_a_step_ends_where_the_window_changes() -> None:
+    scheduler = Scheduler(prefill_chunk=512)
+    one = sequence(1, 100)
+    one.change_window(37, one.window.with_sinks(37, 45))
+    scheduler.add(Work(one, 100))
+    assert [length for _, length, _ in run(scheduler)] == [37, 63]
+    assert one.window.sink_ranges == ((0, 4), (37, 45))
+
+
+def test_a_jump_leaves_tokens_out() -> None:
+    scheduler = Scheduler(prefill_chunk=512)
+    one = sequence(1, 0)
+    one.restart_at(0, ROOT, list(range(64 + 30)), Jump(64, 640, BlockKey(b"k" * 16)))
+    assert one.num_tokens == 670
+    scheduler.add(Work(one, 94))
+    assert [length for _, length, _ in run(scheduler)] == [64, 30]
+    assert (one.num_computed, one.chain_key) == (670, b"k" * 16)
+
+
+def test_a_work_item_can_be_taken_back() -> None:
+    scheduler = Scheduler(prefill_chunk=8)
+    work = Work(sequence(1, 20), 20)
+    scheduler.add(work)
+    scheduler.remove(work)
+    assert scheduler.schedule() is None and len(scheduler) == 0
