@@ -35,6 +35,7 @@ from streamkv.tiers.usage import TierUsage
 __all__ = ["LmdbFile", "SsdReader", "SsdTier", "StoreIdentity", "open_existing"]
 
 _MAX_READERS = 1024
+_SLACK_BYTES = 1 << 20
 # LMDB says EIO when a write was cut short, which is how a disk that is filling up begins to refuse.
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _UNREADABLE = (
@@ -66,7 +67,7 @@ class LmdbFile:
         self.path = path
         self.readonly = limit_bytes is None
         # A reader's map is as large as the writer's (0), so that it need not follow its growth.
-        map_bytes = (limit_bytes or 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        map_bytes = 0 if limit_bytes is None else _map_bytes(path / DATA_FILE, limit_bytes)
         with self._errors():
             self._env = lmdb.open(
                 str(path),
@@ -95,14 +96,10 @@ class LmdbFile:
         Raises:
             StoreFormatError: no streamkv store, or another one than `opened`.
         """
-        with self._errors(), self._env.begin(write=not self.readonly, buffers=True) as txn:
-            stored = self._stored_format(txn, opened)
-            databases = {name: self._database(name, txn) for name in TABLE_NAMES}
-            if opened is not None:
-                stored.check(opened, self.path)
-                txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
-            layout = PieceLayout.of(stored.spec, self.page_bytes)
-            return stored, Tables(databases, stored.spec, layout)
+        with self._errors():
+            stored, databases = self._own_tables() if opened is None else self._tables_of(opened)
+        layout = PieceLayout.of(stored.spec, self.page_bytes)
+        return stored, Tables(databases, stored.spec, layout)
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -153,7 +150,9 @@ class LmdbFile:
             yield
         except lmdb.MapFullError as error:
             raise NoRoomError(
-                f"{self.path} has no room within its limit. Raise ssd_bytes.", on_disk=False
+                f"{self.path} has no room within its limit. "
+                "Raise ssd_bytes, or let those who read it finish.",
+                on_disk=False,
             ) from error
         except _UNREADABLE as error:
             raise StoreFormatError(
@@ -168,18 +167,35 @@ class LmdbFile:
             remedy = "Use another --store if it stays so."
             raise StoreError(f"{self.path}: {error}. {remedy}") from error
 
-    def _stored_format(self, txn: Any, opened: StoreFormat | None) -> StoreFormat:
-        with txn.cursor() as cursor:
-            names = {bytes(name).decode(errors="replace") for name in cursor.iternext(values=False)}
-        if not names and opened is not None:
-            return opened
-        packed = None
-        if "format" in names:
-            packed = bytes(txn.get(FORMAT_KEY, db=self._database("format", txn)) or b"")
-        return StoreFormat.unpack(packed, self.path)
+    def _tables_of(self, opened: StoreFormat) -> tuple[StoreFormat, dict[str, Any]]:
+        with self._env.begin(write=True, buffers=True) as txn:
+            is_new = not self._names(txn)
+            databases = self._databases(txn)
+            stored = opened if is_new else self._stored_format(txn, databases)
+            stored.check(opened, self.path)
+            txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
+            return stored, databases
 
-    def _database(self, name: str, txn: Any) -> Any:
-        return self._env.open_db(name.encode(), txn=txn, create=not self.readonly)
+    def _own_tables(self) -> tuple[StoreFormat, dict[str, Any]]:
+        with self._env.begin() as txn:
+            names = self._names(txn)
+        if not names.issuperset(TABLE_NAMES):
+            StoreFormat.unpack(None, self.path)  # refuses
+        databases = self._databases(None)
+        with self._env.begin() as txn:
+            return self._stored_format(txn, databases), databases
+
+    def _names(self, txn: Any) -> set[str]:
+        with txn.cursor() as cursor:
+            return {bytes(name).decode(errors="replace") for name, _ in cursor}
+
+    def _databases(self, txn: Any) -> dict[str, Any]:
+        create = txn is not None
+        return {n: self._env.open_db(n.encode(), txn=txn, create=create) for n in TABLE_NAMES}
+
+    def _stored_format(self, txn: Any, databases: dict[str, Any]) -> StoreFormat:
+        packed = txn.get(FORMAT_KEY, db=databases["format"])
+        return StoreFormat.unpack(None if packed is None else bytes(packed), self.path)
 
     def _mend_truncation(self) -> None:
         """See that every used page lies inside the file: reading beyond its end kills."""
@@ -191,6 +207,13 @@ class LmdbFile:
             raise StoreError(f"{self.path / DATA_FILE} was cut short. Open it for writing once.")
         logger.warning("%s was cut from %d to %d bytes", self.path / DATA_FILE, wanted, size)
         os.truncate(self.path / DATA_FILE, wanted)  # what is gone reads as zeros: misses
+
+
+def _map_bytes(path: Path, limit_bytes: int) -> int:
+    size = path.stat().st_size if path.exists() else 0
+    if size > limit_bytes:  # written under a higher limit: deleting takes room first
+        limit_bytes = size + _SLACK_BYTES
+    return limit_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _errno(error: Exception) -> int:

@@ -101,7 +101,7 @@ class StoreTier(StoreView, ABC):
             items: keys and their blocks, uint8 `[block_bytes]`, contiguous.
 
         Returns:
-            How many of `items` are stored now: all of them.
+            How many of `items` are stored now: all, unless they are more than the store can hold.
 
         Raises:
             StoreFullError: no room; some of the first may be stored.
@@ -113,7 +113,7 @@ class StoreTier(StoreView, ABC):
         with self._writing() as writer:
             writer.write(self._new_records(items), keys)
             self._reader.trust(keys)
-        return len(items)
+        return sum(self.contains(key) for key, _ in items)
 
     def sync(self) -> None:
         """Make everything written durable.
@@ -252,6 +252,7 @@ class StoreTier(StoreView, ABC):
                 self._writer.shrink()
                 self.compact()
             except StoreError as error:
+                self._gate.check_open()
                 logger.warning("%s stays larger than its limit: %s", self.path, error)
 
     def _replace_by_copy(self) -> None:
@@ -265,9 +266,17 @@ class StoreTier(StoreView, ABC):
                     os.replace(directory / DATA_FILE, self.path / DATA_FILE)
                     sync_path(self.path)
                 finally:
-                    self._open()
+                    self._reopen()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _reopen(self) -> None:
+        try:
+            self._open()
+        except BaseException:
+            self._gate.close()
+            self._owner.close()
+            raise
 
     def _new_records(self, items: Sequence[tuple[BlockKey, Bytes]]) -> Iterator[EncodedRecord]:
         seen: set[BlockKey] = set()

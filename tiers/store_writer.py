@@ -8,6 +8,7 @@ sees to that. This module does not know LMDB.
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ from streamkv.tiers.store_tables import Tables, Transaction
 from streamkv.tiers.usage import Counters
 
 WRITE_COUNTERS = ("writes", "duplicates", "evictions", "deletes", "full_retries", "bytes_written")
+
+READER_PATIENCE_S = 5.0
+"""How long a change waits for readers in other processes, whose transactions hold freed pages."""
+
+_READER_POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +146,12 @@ class StoreWriter:
 
     def _store(self, chunk: Chunk, txn: Transaction) -> Victims:
         excess = self._tables.live_pages(txn) + chunk.num_pages - self._budget()
-        victims = self._evict(excess, txn, chunk.protected)
+        victims = self._choose(excess, txn, chunk.protected)
+        if victims.num_pages < excess:  # more is being written than the store can hold
+            victims = self._choose(excess, txn, {record.key for record in chunk.records})
         if victims.num_pages < excess:
             raise self._all_locked()
+        self._remove_rows(victims, txn)
         for record in chunk.records:
             fault_point("ssd.put")
             self._tables.put(txn, record)
@@ -154,19 +163,20 @@ class StoreWriter:
             return StoreFullError(f"{problem}. Raise ssd_bytes, or delete sessions.")
         return StoreFullError(f"{problem}, and its disk is full. Free some space.")
 
-    def _evict(
-        self, num_pages: int, txn: Transaction, protected: Collection[BlockKey] = ()
-    ) -> Victims:
+    def _choose(self, num_pages: int, txn: Transaction, protected: Collection[BlockKey]) -> Victims:
         piece_pages = self._tables.layout.piece_pages
         with closing(self._tables.rows(txn, self._eviction.scan_from)) as rows:
-            victims = self._eviction.choose(rows, num_pages, piece_pages, protected)
+            return self._eviction.choose(rows, num_pages, piece_pages, protected)
+
+    def _remove_rows(self, victims: Victims, txn: Transaction) -> None:
         for row in victims.rows:
             self._tables.remove_row(txn, row)
-        return victims
 
     def _evict_excess(self, txn: Transaction) -> Victims:
         excess = self._tables.live_pages(txn) - self._budget()
-        return self._evict(min(excess, self._room.chunk_pages), txn)
+        victims = self._choose(min(excess, self._room.chunk_pages), txn, ())
+        self._remove_rows(victims, txn)
+        return victims
 
     def _evicted(self, victims: Victims) -> None:
         self._eviction.removed(victims)
@@ -192,8 +202,18 @@ class StoreWriter:
         except NoRoomError as error:
             logger.warning("ssd store: %s Evicting, then once more.", error)
             self._counters.add("full_retries")
-            self._make_room(error, chunk)
-            return self._file.commit(change)
+            self._patiently(partial(self._make_room, error, chunk))
+            return self._patiently(partial(self._file.commit, change))
+
+    def _patiently(self, step: Callable[[], T]) -> T:
+        deadline = time.monotonic() + READER_PATIENCE_S
+        while True:
+            try:
+                return step()
+            except NoRoomError as error:
+                if error.on_disk or time.monotonic() >= deadline:
+                    raise
+                time.sleep(_READER_POLL_S)
 
     def _make_room(self, error: NoRoomError, chunk: Chunk | None) -> None:
         if error.on_disk:
@@ -211,7 +231,9 @@ class StoreWriter:
         wanted = max(chunk.num_pages if chunk else 0, self._tables.layout.piece_pages)
         excess = self._tables.live_pages(txn) + wanted - self._budget()
         protected = chunk.protected if chunk else frozenset()
-        return self._evict(max(excess, 2 * wanted), txn, protected)
+        victims = self._choose(max(excess, 2 * wanted), txn, protected)
+        self._remove_rows(victims, txn)
+        return victims
 
     def _budget(self) -> int:
         if self._ceiling_pages is not None and self._disk_has_room():

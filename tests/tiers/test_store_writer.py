@@ -6,12 +6,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from streamkv.errors import StoreFullError
+from streamkv.tiers import store_writer
 from streamkv.tiers.codec import Bytes
 from streamkv.tiers.faults import inject
 from streamkv.tiers.spec import BlockKey, KVSpec
@@ -171,6 +173,14 @@ def test_a_write_larger_than_a_transaction_is_cut(tier: SsdTier) -> None:
     assert all(read(tier, n) for n in range(25))
 
 
+def test_of_a_write_larger_than_the_store_the_last_blocks_stay(tier: SsdTier) -> None:
+    write(tier, 1000)
+    stored = write(tier, *range(100))
+    assert 30 < stored < 100
+    assert list(tier.keys()) == [key(n) for n in range(100 - stored, 100)]
+    tier.check_integrity()
+
+
 def test_deleting_spares_what_a_manifest_names(tier: SsdTier) -> None:
     write(tier, *range(5))
     tier.set_manifest("diary", [key(1)])
@@ -324,7 +334,10 @@ def test_pages_held_by_a_killed_reader_are_reused(tmp_path: Path) -> None:
         assert read(tier, 399)
 
 
-def test_pages_held_by_a_live_reader_end_in_an_error_until_it_leaves(tmp_path: Path) -> None:
+def test_pages_held_by_a_reader_that_stays_end_in_an_error_until_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_writer, "READER_PATIENCE_S", 0.1)
     with open_tier(tmp_path) as tier:
         write(tier, *range(10))
         command = [sys.executable, "-c", STALE, str(tmp_path)]
@@ -338,6 +351,23 @@ def test_pages_held_by_a_live_reader_end_in_an_error_until_it_leaves(tmp_path: P
             reader.kill()
         assert write(tier, 1000) == 1
         assert read(tier, 1000)
+        tier.check_integrity()
+
+
+def test_a_write_waits_for_a_reader_that_leaves(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        write(tier, *range(10))
+        command = [sys.executable, "-c", STALE, str(tmp_path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as reader:  # type: ignore[call-overload]
+            assert reader.stdout.readline() == b"reading\n"
+            with ThreadPoolExecutor(1) as threads:
+                writing = threads.submit(lambda: [write(tier, n) for n in range(100, 400)])
+                while tier.counters["full_retries"] == 0:
+                    assert not writing.done()
+                    wait([writing], timeout=0.01)
+                reader.stdin.close()
+                assert writing.result() == [1] * 300
         tier.check_integrity()
 
 
