@@ -12,8 +12,13 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from streamkv.kernels.cpu_decode import DecodePlan, attend_decode, plan_decode
-from streamkv.kernels.cpu_prefill import PrefillPlan, attend_prefill, plan_prefill
+from streamkv.kernels.cpu_decode import DecodePlan, attend_decode, decode_lse, plan_decode
+from streamkv.kernels.cpu_prefill import (
+    PrefillPlan,
+    attend_prefill,
+    plan_prefill,
+    rows_per_layer,
+)
 from streamkv.kernels.reference import merge
 from streamkv.kernels.rope import RopeTables, rotate
 from streamkv.kernels.table import SequenceTable
@@ -45,7 +50,7 @@ def plan_write(slot_mapping: Tensor, rope: RopeTables, pool: Tensor) -> WritePla
     num_kv_heads, block_size = pool.shape[3:5]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     planes = torch.arange(2 * num_kv_heads).view(2, 1, num_kv_heads) * block_size
-    first = block_ids * pool[0, :, :, :, :, 0].numel() + offsets
+    first = block_ids * (pool.shape[1] * rows_per_layer(pool)) + offsets
     cos, sin = rope.rows(offsets)
     return WritePlan((first[:, None] + planes).view(-1), cos[:, None], sin[:, None])
 
@@ -53,7 +58,7 @@ def plan_write(slot_mapping: Tensor, rope: RopeTables, pool: Tensor) -> WritePla
 def write_kv(pool: Tensor, k: Tensor, v: Tensor, layer: int, plan: WritePlan) -> None:
     """Write un-rotated `k` and `v` [T, num_kv_heads, head_dim] into one layer of the pool."""
     head_dim = pool.shape[5]
-    layer_rows = pool.view(-1, head_dim)[layer * pool[0, 0, :, :, :, 0].numel() :]
+    layer_rows = pool.view(-1, head_dim)[layer * rows_per_layer(pool) :]
     rotated = rotate(k, plan.cos, plan.sin).to(pool.dtype)
     layer_rows.index_copy_(0, plan.rows, torch.cat((rotated, v)).view(-1, head_dim))
 
@@ -116,7 +121,7 @@ def attend(
         query that sees nothing gets zeros and -inf.
     """
     if isinstance(plan, DecodePlan):
-        out, lse = attend_decode(q, pool, layer, plan, scale)
-    else:
-        out, lse = attend_prefill(q, pool, layer, plan, scale)
+        out, scores = attend_decode(q, pool, layer, plan, scale)
+        return (out, decode_lse(scores, plan)) if return_lse else out
+    out, lse = attend_prefill(q, pool, layer, plan, scale)
     return (out, lse) if return_lse else out

@@ -75,7 +75,7 @@ def plan_decode(
 def attend_decode(
     q: Tensor, pool: Tensor, layer: int, plan: DecodePlan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [T, num_q_heads, head_dim] and lse float32 [T, num_q_heads]."""
+    """out [T, num_q_heads, head_dim] and scores float32 [num_kv_heads, T * group, num_keys]."""
     num_kv_heads, num_entries, num_queries, group, head_dim = plan.queries.shape
     block_size = plan.gathered.shape[3]
     layer_rows = pool.view(-1, block_size * head_dim)[layer * 2 * num_kv_heads :]
@@ -98,5 +98,11 @@ def attend_decode(
     out = out.view(num_kv_heads, num_queries, group, head_dim).transpose(0, 1)
     if plan.blind is not None:
         out = out.masked_fill(plan.blind[..., None], 0.0)
-    lse = scores.logsumexp(-1).view(num_kv_heads, num_queries, group).transpose(0, 1)
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+    return out.reshape(q.shape), scores
+
+
+def decode_lse(scores: Tensor, plan: DecodePlan) -> Tensor:
+    """float32 [T, num_q_heads], log-sum-exp of the scores that `attend_decode` returned."""
+    num_kv_heads, _, num_queries, group, _ = plan.queries.shape
+    lse = scores.logsumexp(-1).view(num_kv_heads, num_queries, group)
+    return lse.transpose(0, 1).reshape(num_queries, -1)

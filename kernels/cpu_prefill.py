@@ -1,74 +1,78 @@
 """Attention of many queries of one sequence on the CPU.
 
 The slots that any query sees are gathered token by token into one run of keys, so that what is
-masked or was never written is not even read. Once per layer, keys are turned by one angle per block
-to a common anchor and queries by their distance to it; torch's flash kernel then works on tiles of
-queries, each over the run of keys that the tile sees, with masks made once per step.
+masked or was never written is not even read. Queries are worked on in tiles, with masks made once
+per step. A token is seen from one query on, until another:
 
-A token is seen from one query on, until another:
+    run      entry     seen from                   until                 relative position
+    near     window    token                       token + window_size   query - token
+    near     sink      token                       start + cap           query - token
+    capped   sink      max(token, start + cap)     for ever              cap - slot
 
-    part     entry     seen from                   until                 angle of the query
-    near     window    token                       token + window_size   its distance
-    near     sink      token                       start + cap           its distance
-    capped   sink      max(token, start + cap)     for ever              the cap
-
-A sink token is thus near to some queries and capped for others; the two parts are merged by
-log-sum-exp.
+Near keys are turned by one angle per block to the first query, and queries by their distance to it,
+once per layer; torch's flash kernel does the rest. Capped keys are turned back by their cap, for
+queries that are not turned at all, and joined to the kernel's result by log-sum-exp.
 """
 
 import math
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-from streamkv.kernels.reference import merge
 from streamkv.kernels.rope import RopeTables, rotate_into
 from streamkv.kernels.table import NO_CAP, SequenceTable
 
-TILE_QUERIES = 128
-"""Queries of a tile: fewer make small products, more make masked scores (measured)."""
+NEAR_QUERIES = 128
+"""Queries of a near tile: fewer make small products, more make masked scores (measured)."""
+
+CAPPED_SCORES = 1 << 16
+"""Scores per head of a capped tile; they are kept whole, and should stay in the cache."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries [first, end) over keys [low, high) of their part.
+    """Rows of queries (query-major, `group` to a query) and the keys [low, high) that they see.
 
     Attributes:
-        mask: [1, 1, (end - first) * group, high - low], added to the scores.
-        blind: bool [1, (end - first) * group], rows that see nothing; None if there are none.
+        rows: of [num_queries * group].
+        low, high: of the run; equal if the tile sees nothing.
+        mask: [1, num_rows, high - low], added to the scores; None if every row sees every key.
+        blind: bool [1, num_rows], rows that see no key; None if there are none.
     """
 
-    first: int
-    end: int
+    rows: slice
     low: int
     high: int
-    mask: Tensor
+    mask: Tensor | None
     blind: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Keys with a common anchor, and the tiles that see some of them.
+class Run:
+    """Keys in the order of their tokens, and room to gather and turn them in.
 
     Attributes:
         rows: int64 [2 * num_kv_heads * num_keys], rows of layer 0 in the pool as [-1, head_dim].
-        key_turn: cos and sin [num_keys, rotary_dim / 2], from the anchor to the key's block.
-        query_turn: cos and sin [num_queries or 1, 1, rotary_dim / 2], from the anchor to the query.
-        tiles: none of them without a visible key.
+        turn: cos and sin [num_keys, rotary_dim / 2].
         gathered: scratch [2, num_kv_heads, num_keys, head_dim].
-        keys: scratch [1, num_kv_heads, num_keys, head_dim].
+        turned: scratch [num_kv_heads, num_keys, head_dim].
     """
 
     rows: Tensor
-    key_turn: tuple[Tensor, Tensor]
-    query_turn: tuple[Tensor, Tensor]
-    tiles: tuple[Tile, ...]
+    turn: tuple[Tensor, Tensor]
     gathered: Tensor
-    keys: Tensor
+    turned: Tensor
+
+    def read(self, pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Turned keys and values, both [num_kv_heads, num_keys, head_dim], until the next read."""
+        layer_rows = pool.view(-1, pool.shape[5])[layer * rows_per_layer(pool) :]
+        torch.index_select(layer_rows, 0, self.rows, out=self.gathered.view(-1, pool.shape[5]))
+        keys, values = self.gathered.unbind(0)
+        rotate_into(self.turned, keys, *self.turn)
+        return self.turned, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +80,28 @@ class PrefillPlan:
     """What the layers of a step share. It owns scratch: one call at a time.
 
     Attributes:
-        parts: those that have a visible key.
+        near, capped: the two runs of keys; either may be empty.
+        near_tiles: cover all rows.
+        capped_tiles: those with a visible key.
+        turn: cos and sin [num_queries, 1, rotary_dim / 2] of the queries for the near run.
         queries: scratch [num_kv_heads, num_queries, group, head_dim].
     """
 
-    parts: tuple[Part, ...]
+    near: Run
+    capped: Run
+    near_tiles: tuple[Tile, ...]
+    capped_tiles: tuple[Tile, ...]
+    turn: tuple[Tensor, Tensor]
     queries: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Slots of a part, in the order of their tokens: int64 [num_keys] each.
+    """Where the keys of a run lie and who sees them: int64 [num_keys], in the order of tokens.
 
     Attributes:
         rows: row of layer 0, K, head 0 in the pool as [-1, head_dim].
-        angles: from the anchor to the start of the block.
+        angles: positions that the key is turned by.
         seen_from, seen_until: queries [seen_from, seen_until) see the key.
     """
 
@@ -107,6 +118,11 @@ class _Keys:
         return _Keys(*(column[chosen] for column in columns))
 
 
+def rows_per_layer(pool: Tensor) -> int:
+    """Rows of head_dim elements in one layer of one block."""
+    return 2 * pool.shape[3] * pool.shape[4]
+
+
 def plan_prefill(
     table: SequenceTable,
     query_start: int,
@@ -119,113 +135,161 @@ def plan_prefill(
     """Plan of attention, as `cpu.plan_attention` describes it."""
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     group = num_q_heads // num_kv_heads
-    near, capped, top_cap = _keys(table, query_start, window_size, pool)
+    near, capped = (
+        keys.between(query_start, query_start + num_queries)
+        for keys in _keys(table, query_start, window_size, pool)
+    )
     tokens = torch.arange(query_start, query_start + num_queries)
-    top = torch.tensor([top_cap])
-    parts = [
-        _part(
-            keys.between(query_start, query_start + num_queries), tokens, angles, rope, pool, group
-        )
-        for keys, angles in ((near, tokens - query_start), (capped, top))
-    ]
-    queries = pool.new_empty(num_kv_heads, num_queries, group, head_dim)
-    return PrefillPlan(tuple(part for part in parts if part.tiles), queries)
+    masks = _Masks(group, pool.dtype)
+    cos, sin = (row[:, None].to(pool.dtype) for row in rope.rows(tokens - query_start))
+    capped_queries = max(NEAR_QUERIES, CAPPED_SCORES // max(1, capped.rows.shape[0]) // group)
+    capped_tiles = _tiles(capped, tokens, capped_queries, masks)
+    return PrefillPlan(
+        near=_run(near, rope, pool),
+        capped=_run(capped, rope, pool),
+        near_tiles=_tiles(near, tokens, NEAR_QUERIES, masks),
+        capped_tiles=tuple(tile for tile in capped_tiles if tile.low < tile.high),
+        turn=(cos, sin),
+        queries=pool.new_empty(num_kv_heads, num_queries, group, head_dim),
+    )
 
 
 def _keys(
     table: SequenceTable, query_start: int, window_size: int, pool: Tensor
-) -> tuple[_Keys, _Keys, int]:
-    """Near keys, anchored at the first query; capped keys and the cap that anchors them."""
+) -> tuple[_Keys, _Keys]:
+    """Near keys and capped keys of every slot that exists."""
     slots = torch.arange(pool.shape[4])
     exists = (slots >= table.first_valid[:, None]) & (slots < table.end_valid[:, None])
     entries, slots = exists.nonzero(as_tuple=True)
+    order = (table.starts[entries] + slots).argsort()
+    entries, slots = entries[order], slots[order]
     starts, caps = table.starts[entries], table.caps[entries]
-    order = (starts + slots).argsort()
-    entries, slots, starts, caps = entries[order], slots[order], starts[order], caps[order]
     tokens, capped_from = starts + slots, starts + caps
-    rows = table.block_ids[entries] * pool[0, :, :, :, :, 0].numel() + slots
+    rows = table.block_ids[entries] * (pool.shape[1] * rows_per_layer(pool)) + slots
     is_sink = entries < table.num_sink_entries
     near_until = capped_from.where(is_sink, tokens + window_size)
     near = _Keys(rows, starts - query_start, tokens, near_until)
-
     capped = is_sink & (caps < NO_CAP)
-    top_cap = int(caps[capped].max()) if bool(capped.any()) else 0
     seen_from = torch.maximum(tokens, capped_from)[capped]
     for_ever = torch.full_like(seen_from, NO_CAP)
-    return near, _Keys(rows[capped], top_cap - caps[capped], seen_from, for_ever), top_cap
+    return near, _Keys(rows[capped], -caps[capped], seen_from, for_ever)
 
 
-def _part(
-    keys: _Keys, tokens: Tensor, query_angles: Tensor, rope: RopeTables, pool: Tensor, group: int
-) -> Part:
+class _Masks:
+    """Makes the masks of a plan. Tiles in mid-stream look alike and share one, which stays hot."""
+
+    def __init__(self, group: int, dtype: torch.dtype) -> None:
+        self.group = group
+        self._dtype = dtype
+        self._made: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, visible: Tensor) -> Tensor | None:
+        """[1, num_queries * group, num_keys] from bool [num_queries, num_keys]."""
+        if bool(visible.all()):
+            return None
+        for like, mask in self._made:
+            if torch.equal(like, visible):
+                return mask
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, -math.inf)
+        mask = mask.repeat_interleave(self.group, 0)[None]
+        self._made.append((visible, mask))
+        return mask
+
+    def blind(self, visible: Tensor) -> Tensor | None:
+        """bool [1, num_queries * group], or None if every query sees a key."""
+        blind = ~visible.any(-1)
+        return blind.repeat_interleave(self.group)[None] if bool(blind.any()) else None
+
+
+def _tiles(keys: _Keys, tokens: Tensor, num_queries: int, masks: _Masks) -> tuple[Tile, ...]:
+    tiles, first = [], 0
+    for queries in tokens.split(num_queries):
+        rows = slice(first, first + queries.shape[0] * masks.group)
+        tiles.append(_tile(keys, queries, rows, masks))
+        first = rows.stop
+    return tuple(tiles)
+
+
+def _tile(keys: _Keys, queries: Tensor, rows: slice, masks: _Masks) -> Tile:
+    columns = (keys.seen_from <= queries[-1]) & (keys.seen_until > queries[0])
+    places = columns.nonzero()[:, 0]
+    low, high = (int(places[0]), int(places[-1]) + 1) if places.numel() else (0, 0)
+    queries = queries[:, None]
+    visible = (keys.seen_from[low:high] <= queries) & (keys.seen_until[low:high] > queries)
+    return Tile(rows, low, high, masks.of(visible), masks.blind(visible))
+
+
+def _run(keys: _Keys, rope: RopeTables, pool: Tensor) -> Run:
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     num_keys = keys.rows.shape[0]
-    heads = torch.arange(2 * num_kv_heads)[:, None] * block_size
+    planes = torch.arange(2 * num_kv_heads)[:, None] * block_size
     cos, sin = (row.to(pool.dtype) for row in rope.rows(keys.angles))
-    query_cos, query_sin = (row[:, None].to(pool.dtype) for row in rope.rows(query_angles))
-    return Part(
-        rows=(heads + keys.rows).view(-1),
-        key_turn=(cos, sin),
-        query_turn=(query_cos, query_sin),
-        tiles=_tiles(keys, tokens, group, pool.dtype),
+    return Run(
+        rows=(planes + keys.rows).view(-1),
+        turn=(cos, sin),
         gathered=pool.new_empty(2, num_kv_heads, num_keys, head_dim),
-        keys=pool.new_empty(1, num_kv_heads, num_keys, head_dim),
+        turned=pool.new_empty(num_kv_heads, num_keys, head_dim),
     )
-
-
-def _tiles(keys: _Keys, tokens: Tensor, group: int, dtype: torch.dtype) -> tuple[Tile, ...]:
-    tiles = []
-    for first in range(0, tokens.shape[0], TILE_QUERIES):
-        rows = tokens[first : first + TILE_QUERIES, None]
-        seen = (keys.seen_from <= rows[-1]) & (keys.seen_until > rows[0])
-        columns = seen.nonzero()[:, 0]
-        if not columns.numel():
-            continue
-        low, high = int(columns[0]), int(columns[-1]) + 1
-        visible = (keys.seen_from[low:high] <= rows) & (keys.seen_until[low:high] > rows)
-        visible = visible.repeat_interleave(group, 0)
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf)
-        blind = ~visible.any(1)[None]
-        end = first + rows.shape[0]
-        has_blind = bool(blind.any())
-        tiles.append(Tile(first, end, low, high, mask[None, None], blind if has_blind else None))
-    return tuple(tiles)
 
 
 def attend_prefill(
     q: Tensor, pool: Tensor, layer: int, plan: PrefillPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [T, num_q_heads, head_dim] and lse float32 [T, num_q_heads]."""
-    results = [_attend_part(q, pool, layer, plan, part, scale) for part in plan.parts]
-    if not results:
-        return torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
-    return reduce(lambda a, b: merge(*a, *b), results)
-
-
-def _attend_part(
-    q: Tensor, pool: Tensor, layer: int, plan: PrefillPlan, part: Part, scale: float
-) -> tuple[Tensor, Tensor]:
+    """out [T, num_q_heads, head_dim] in q's type and lse float32 [T, num_q_heads]."""
     num_kv_heads, num_queries, group, head_dim = plan.queries.shape
     by_head = q.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
-    rotate_into(plan.queries, by_head, *part.query_turn)
-    layer_rows = pool.view(-1, head_dim)[layer * pool[0, 0, :, :, :, 0].numel() :]
-    torch.index_select(layer_rows, 0, part.rows, out=part.gathered.view(-1, head_dim))
-    rotate_into(part.keys[0], part.gathered[0], *part.key_turn)
+    rotate_into(plan.queries, by_head, *plan.turn)
+    keys, values = plan.near.read(pool, layer)
+    out = q.new_empty(num_kv_heads, num_queries * group, head_dim)
+    lse = torch.empty(num_kv_heads, num_queries * group)
+    queries = plan.queries.view(out.shape)
+    for tile in plan.near_tiles:
+        _attend_near(out, lse, queries, keys, values, tile, scale)
+    if plan.capped_tiles:
+        keys, values = plan.capped.read(pool, layer)
+        queries = by_head.reshape(out.shape)
+        for tile in plan.capped_tiles:
+            _join_capped(out, lse, queries, keys, values, tile, scale)
+    out = out.view(num_kv_heads, num_queries, group, head_dim).transpose(0, 1)
+    lse = lse.view(num_kv_heads, num_queries, group).transpose(0, 1)
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
-    out = q.new_zeros(num_queries, num_kv_heads, group, head_dim)
-    lse = torch.full((num_queries, num_kv_heads, group), -math.inf)
-    for tile in part.tiles:
-        tile_out, tile_lse = _flash(
-            plan.queries[:, tile.first : tile.end].reshape(1, num_kv_heads, -1, head_dim),
-            part.keys[:, :, tile.low : tile.high],
-            part.gathered[1:, :, tile.low : tile.high],
-            attn_mask=tile.mask,
-            scale=scale,
-        )
-        if tile.blind is not None:
-            # The kernel reports 0 for a row without a key, as if the scores summed to one.
-            tile_lse.masked_fill_(tile.blind, -math.inf)
-        by_row = (num_kv_heads, tile.end - tile.first, group)
-        out[tile.first : tile.end] = tile_out.view(*by_row, head_dim).transpose(0, 1)
-        lse[tile.first : tile.end] = tile_lse.view(by_row).transpose(0, 1)
-    return out.view(q.shape), lse.view(q.shape[:2])
+
+def _attend_near(
+    out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
+) -> None:
+    """Fill a tile's rows of `out` and `lse` from turned queries; all [num_kv_heads, ...]."""
+    if tile.low == tile.high:
+        out[:, tile.rows], lse[:, tile.rows] = 0.0, -math.inf
+        return
+    tile_out, tile_lse = _flash(
+        q[None, :, tile.rows],
+        keys[None, :, tile.low : tile.high],
+        values[None, :, tile.low : tile.high],
+        attn_mask=None if tile.mask is None else tile.mask[None],
+        scale=scale,
+    )
+    if tile.blind is not None:
+        # The kernel reports 0 for a row without a key, as if its scores summed to one.
+        tile_lse.masked_fill_(tile.blind, -math.inf)
+    out[:, tile.rows], lse[:, tile.rows] = tile_out[0], tile_lse[0]
+
+
+def _join_capped(
+    out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
+) -> None:
+    """Join capped keys to a tile's rows of `out` and `lse`; the queries are not turned."""
+    columns = slice(tile.low, tile.high)
+    turned = keys[:, columns].float().transpose(1, 2) * scale
+    scores = torch.bmm(q[:, tile.rows].float(), turned)
+    if tile.mask is not None:
+        scores += tile.mask
+    # The near keys take part as one more key, whose score is their lse and whose value their out.
+    scores = torch.cat((lse[:, tile.rows, None], scores), -1)
+    weights = scores.softmax(-1)
+    if tile.blind is not None:
+        weights = weights.nan_to_num_(0.0)
+    weights = weights.to(out.dtype)
+    near = out[:, tile.rows].mul_(weights[..., :1])
+    near.baddbmm_(weights[..., 1:], values[:, columns])
+    lse[:, tile.rows] = scores.logsumexp(-1)
