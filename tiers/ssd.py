@@ -174,6 +174,7 @@ class LmdbFile:
             stored = opened if is_new else self._stored_format(txn, databases)
             stored.check(opened, self.path)
             txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
+            fault_point("ssd.commit")
             return stored, databases
 
     def _own_tables(self) -> tuple[StoreFormat, dict[str, Any]]:

@@ -19,6 +19,7 @@ from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import BadRecordError, RecordHeader, decode_frames
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.store_file import StoreReadError
+from streamkv.tiers.store_tables import KEY_BYTES
 from streamkv.tiers.store_view import Snapshot
 from streamkv.tiers.usage import Counters
 
@@ -27,6 +28,12 @@ READ_COUNTERS = ("hits", "misses", "corrupt", "read_errors", "bytes_read")
 _MAX_SUSPECTS = 4096
 
 logger = logging.getLogger(__name__)
+
+
+def require_key(key: BlockKey) -> None:
+    """Raise `InputError` unless `key` has the size of a key."""
+    if len(key) != KEY_BYTES:
+        raise InputError("key", key, "not the key of a block", f"Use {KEY_BYTES} bytes.")
 
 
 def require_bytes(name: str, array: Bytes, num_bytes: int) -> None:

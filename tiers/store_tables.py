@@ -25,13 +25,13 @@ from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
 
 TABLE_NAMES = ("format", "records", "order", "pieces", "manifests")
 FORMAT_KEY = b"format"
+KEY_BYTES = 16
 
 _SEQUENCE = struct.Struct(">Q")
 _PIECE = struct.Struct(">QI")
 _NUM_PIECES = struct.Struct(">I")
 _INDEX = struct.Struct(">H")
 _TICK_KEY = b"tick"
-_KEY_BYTES = 16
 _KEYS_PER_ROW = 64  # 1 KiB: stays inside a page of the tree, so rows never take pages of their own
 _MAX_SESSION_BYTES = 500  # LMDB keys end at 511
 
@@ -189,8 +189,8 @@ class Tables:
             while found:
                 (sequence,) = _SEQUENCE.unpack(cursor.key())
                 row = bytes(cursor.value())
-                key = BlockKey(row[:_KEY_BYTES])
-                yield OrderRow(sequence, key, *_NUM_PIECES.unpack(row[_KEY_BYTES:]))
+                key = BlockKey(row[:KEY_BYTES])
+                yield OrderRow(sequence, key, *_NUM_PIECES.unpack(row[KEY_BYTES:]))
                 found = cursor.next()
 
     def put_manifest(self, txn: Transaction, session: str, keys: list[BlockKey]) -> None:
@@ -227,7 +227,7 @@ class Tables:
 
 
 def _split_keys(row: bytes) -> list[BlockKey]:
-    return [BlockKey(row[i : i + _KEY_BYTES]) for i in range(0, len(row), _KEY_BYTES)]
+    return [BlockKey(row[i : i + KEY_BYTES]) for i in range(0, len(row), KEY_BYTES)]
 
 
 def _manifest_prefix(session: str) -> bytes:

@@ -22,7 +22,7 @@ from streamkv.tiers.codec import Bytes, Codecs
 from streamkv.tiers.gate import Gate
 from streamkv.tiers.record import EncodedRecord, encode_record
 from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
-from streamkv.tiers.store_blocks import READ_COUNTERS, BlockReader, require_bytes
+from streamkv.tiers.store_blocks import READ_COUNTERS, BlockReader, require_bytes, require_key
 from streamkv.tiers.store_file import StoreFile
 from streamkv.tiers.store_files import (
     COMPACT_DIRECTORY,
@@ -104,10 +104,12 @@ class StoreTier(StoreView, ABC):
             How many of `items` are stored now: all, unless they are more than the store can hold.
 
         Raises:
+            InputError: a key or a block of another size; nothing is stored.
             StoreFullError: no room; some of the first may be stored.
             StoreError: the store failed; likewise.
         """
-        for _, block in items:
+        for key, block in items:
+            require_key(key)
             require_bytes("block", block, self.spec.block_bytes)
         keys = frozenset(key for key, _ in items)
         with self._writing() as writer:
@@ -152,8 +154,10 @@ class StoreTier(StoreView, ABC):
         A locked key need not be there yet.
 
         Raises:
-            InputError: the session's name is no key.
+            InputError: a key, or the session's name, cannot be stored.
         """
+        for key in keys:
+            require_key(key)
         with self._writing() as writer:
             writer.set_manifest(session, keys)
 

@@ -2,8 +2,8 @@
 
 Invariant: after every committed change the live pages are within the budget, and what is
 remembered here agrees with the tables: nothing is remembered before its transaction is committed.
-Records of the write itself and locked ones are never evicted. One thread at a time; the owner
-sees to that. This module does not know LMDB.
+Locked records are never evicted, and those of a write not for the same write, unless it is larger
+than the store. One thread at a time; the owner sees to that. This module does not know LMDB.
 """
 
 import logging
@@ -32,6 +32,7 @@ READER_PATIENCE_S = 5.0
 """How long a change waits for readers in other processes, whose transactions hold freed pages."""
 
 _READER_POLL_S = 0.02
+_DELETE_BATCH = 128
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class StoreWriter:
         self._tables = tables
         self._room = room
         self._counters = counters
-        self._eviction = Eviction(file.commit(tables.manifests))
+        with file.read() as txn:
+            self._eviction = Eviction(tables.manifests(txn))
         self._ceiling_pages: int | None = None
         self._ballast = Ballast(file.path)
         self._ballast.hold()
@@ -90,7 +92,9 @@ class StoreWriter:
     def delete(self, keys: Iterable[BlockKey]) -> None:
         """Remove records; those that a manifest names stay."""
         doomed = [key for key in keys if not self._eviction.is_locked(key)]
-        self._counters.add("deletes", self._change(partial(self._remove, doomed)))
+        for start in range(0, len(doomed), _DELETE_BATCH):
+            batch = doomed[start : start + _DELETE_BATCH]
+            self._counters.add("deletes", self._change(partial(self._remove, batch)))
 
     def manifest(self, session: str) -> list[BlockKey]:
         """Keys that the resume of `session` needs, as set."""
@@ -202,14 +206,14 @@ class StoreWriter:
         except NoRoomError as error:
             logger.warning("ssd store: %s Evicting, then once more.", error)
             self._counters.add("full_retries")
-            self._patiently(partial(self._make_room, error, chunk))
-            return self._patiently(partial(self._file.commit, change))
+            self._make_room(error, chunk)
+            return self._commit_patiently(change)
 
-    def _patiently(self, step: Callable[[], T]) -> T:
+    def _commit_patiently(self, change: Callable[[Transaction], T]) -> T:
         deadline = time.monotonic() + READER_PATIENCE_S
         while True:
             try:
-                return step()
+                return self._file.commit(change)
             except NoRoomError as error:
                 if error.on_disk or time.monotonic() >= deadline:
                     raise
@@ -221,9 +225,9 @@ class StoreWriter:
         self._file.forget_dead_readers()
         self._ballast.release()
         try:
-            self._evicted(self._file.commit(partial(self._evict_for, chunk)))
+            self._evicted(self._commit_patiently(partial(self._evict_for, chunk)))
             # Pages freed by one transaction can be taken by the second one after it.
-            self._file.commit(self._tables.tick)
+            self._commit_patiently(self._tables.tick)
         finally:
             self._ballast.hold()
 

@@ -176,6 +176,16 @@ def test_blocks_of_another_shape_are_refused_before_any_is_written(
     assert list(tier.keys()) == []
 
 
+@pytest.mark.parametrize("wrong", [b"", b"short", b"k" * 17])
+def test_keys_of_another_size_are_refused(tier: SsdTier, wrong: bytes) -> None:
+    with pytest.raises(InputError, match=r"not the key of a block. Use 16 bytes"):
+        tier.write([(key(1), block(1)), (BlockKey(wrong), block(2))])
+    with pytest.raises(InputError):
+        tier.set_manifest("diary", [key(1), BlockKey(wrong)])
+    assert list(tier.keys()) == []
+    assert tier.manifest("diary") == []
+
+
 @pytest.mark.parametrize("point", ["ssd.put", "ssd.commit"])
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "i/o"), KeyError("our bug")])
 def test_a_failed_write_shows_no_key_and_leaves_the_store_usable(

@@ -189,6 +189,15 @@ def test_deleting_spares_what_a_manifest_names(tier: SsdTier) -> None:
     assert tier.counters["deletes"] == 1
 
 
+def test_many_blocks_are_deleted_at_once(tmp_path: Path) -> None:
+    with open_tier(tmp_path, limit_bytes=24 * MIB) as tier:
+        write(tier, *range(300))
+        tier.delete(key(n) for n in range(1, 300))
+        assert list(tier.keys()) == [key(0)]
+        assert tier.counters["deletes"] == 299
+        tier.check_integrity()
+
+
 def test_deleting_a_session_spares_what_another_needs(tier: SsdTier) -> None:
     write(tier, *range(6))
     tier.set_manifest("diary", [key(0), key(1)])
