@@ -11,13 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-import numpy as np
-
 from streamkv.errors import StoreError, StoreFullError
 from streamkv.tiers.cpu_pool import CpuBlock, CpuPool
 from streamkv.tiers.host_memory import Bytes
 from streamkv.tiers.jobs import Wanted
-from streamkv.tiers.keys import is_partial
 from streamkv.tiers.policy import Policy
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.store import Store
@@ -269,7 +266,7 @@ class LowerTiers:
         locked = [self._cpu.lock(key) if self._cpu else None for key, _ in items]
         try:
             sources = zip(items, locked, strict=True)
-            rows = [(key, self._bytes_of(key, at, block)) for (key, at), block in sources]
+            rows = [(key, self._bytes_of(at, block)) for (key, at), block in sources]
             self._ssd.write(rows)
             self._counters.add("writes", len(rows))
         finally:
@@ -277,14 +274,11 @@ class LowerTiers:
                 if block is not None:
                     self._unlock(block)
 
-    def _bytes_of(self, key: BlockKey, block_id: int | None, block: CpuBlock | None) -> Bytes:
+    def _bytes_of(self, block_id: int | None, block: CpuBlock | None) -> Bytes:
         if self._cpu is not None and block is not None:
             return self._cpu.data(block)
         assert block_id is not None
-        view = self._transfer.view(block_id)
-        # An open block is still being written behind its last token: its record must not change
-        # between checksum and write.
-        return np.copy(view) if is_partial(key) else view
+        return self._transfer.view(block_id)
 
     def _is_stored(self, key: BlockKey) -> bool:
         if self._ssd is None:

@@ -27,7 +27,10 @@ class Store(Protocol):
     """A tier of stored blocks. Reads come from several threads, everything else from one."""
 
     def write(self, items: Sequence[tuple[BlockKey, Bytes]]) -> int:
-        """Store blocks, evicting the oldest unlocked ones for room. First writer wins."""
+        """Store blocks, evicting the oldest unlocked ones for room. First writer wins.
+
+        An open block may grow meanwhile; what is stored must pass its own checks all the same.
+        """
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut."""

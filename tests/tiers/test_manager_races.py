@@ -13,6 +13,7 @@ import pytest
 
 from streamkv.errors import EngineClosedError, StoreError
 from streamkv.tiers.faults import inject
+from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.residents import Residents
 from streamkv.tiers.transfer import Completion, Finished, Transfer
@@ -134,53 +135,86 @@ def test_a_block_of_a_pending_checkpoint_is_not_reused(make_rig: MakeRig, retain
 
 
 class LateKernel(Transfer):
-    """The kernel that wrote a block finishes only when the test says so."""
+    """The kernel that writes a block finishes only when the test says so."""
 
-    finished = threading.Event()
+    def __init__(self, gpu_pool: GpuPool) -> None:
+        super().__init__(gpu_pool)
+        self.awaited = threading.Event()
+        self.finished = threading.Event()
 
     def written(self) -> Completion:
-        late = self
-
-        class Late:
-            def done(self) -> bool:
-                return late.finished.is_set()
-
-            def wait(self) -> None:
-                late.finished.wait()
-
-        return Late()
+        return LateCompletion(self)
 
 
-class ImpatientKernel(LateKernel):
-    """The same kernel, with nobody waiting for it."""
+class LateCompletion:
+    def __init__(self, kernel: LateKernel) -> None:
+        self._kernel = kernel
+
+    def done(self) -> bool:
+        return self._kernel.finished.is_set()
+
+    def wait(self) -> None:
+        self._kernel.awaited.set()
+        self._kernel.finished.wait()
+
+
+class UnawaitedKernel(LateKernel):
+    """The same kernel, but nobody waits for it."""
 
     def written(self) -> Completion:
         return Finished()
 
 
-def copy_while_a_kernel_writes(rig: Any, transfer_type: type[LateKernel]) -> None:
-    transfer_type.finished = threading.Event()
+def copy_while_a_kernel_writes(rig: Any, by: str) -> None:
+    """Have a block copied whose bytes arrive only after the worker has come to the copy."""
+    kernel = rig.manager._transfer
     block_id = rig.manager.allocate()
     rig.manager.seal(block_id, rig.key_of(0))
-    if transfer_type is ImpatientKernel:
-        rig.manager.flush()
+    if by == "checkpoint":
+        rig.manager.checkpoint("diary", [(rig.key_of(0), block_id)])
+    while not kernel.awaited.is_set() and not rig.manager._writer.is_quiet():
+        threading.Event().wait(0.001)
     rig.gpu_pool.block_bytes(block_id)[:] = rig.bytes_of(0)
-    transfer_type.finished.set()
+    kernel.finished.set()
     rig.manager.drop(block_id)
     rig.manager.flush()
 
 
-def test_a_copy_waits_for_the_kernel_that_writes_the_block(make_rig: MakeRig) -> None:
-    rig = make_rig(transfer_type=LateKernel)
-    copy_while_a_kernel_writes(rig, LateKernel)
+BY = pytest.mark.parametrize(
+    ("by", "options"),
+    [("seal", {}), ("checkpoint", {"retain": "window", "cpu": None})],
+    ids=["seal", "checkpoint"],
+)
+
+
+@BY
+def test_a_copy_waits_for_the_kernel_that_writes_the_block(
+    make_rig: MakeRig, by: str, options: dict[str, Any]
+) -> None:
+    rig = make_rig(transfer_type=LateKernel, **options)
+    copy_while_a_kernel_writes(rig, by)
     assert rig.held(0) == [True]
 
 
-def test_without_that_wait_the_copy_would_be_half_written(make_rig: MakeRig) -> None:
-    rig = make_rig(transfer_type=ImpatientKernel)
-    copy_while_a_kernel_writes(rig, ImpatientKernel)
+@BY
+def test_without_that_wait_the_copy_would_be_half_written(
+    make_rig: MakeRig, by: str, options: dict[str, Any]
+) -> None:
+    rig = make_rig(transfer_type=UnawaitedKernel, **options)
+    copy_while_a_kernel_writes(rig, by)
     with pytest.raises(AssertionError):
         rig.held(0)
+
+
+def test_the_record_of_an_open_block_does_not_change_while_it_is_written(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    block_id = rig.fill(3)
+    with inject("ssd.put", lambda: rig.gpu_pool.fill_nan(block_id)):
+        assert rig.manager.write_partial(rig.partial_key_of(3), block_id).wait() is True
+    assert rig.restored(3, key=rig.partial_key_of(3))
+    rig.manager.free(block_id)
 
 
 def test_a_block_whose_copy_is_pending_can_be_restored(make_rig: MakeRig) -> None:
