@@ -159,7 +159,7 @@ class LmdbFile:
                 f"{self.path / DATA_FILE} is not a file that this version reads. {_REMEDY}"
             ) from error
         except (lmdb.Error, OSError) as error:
-            if isinstance(error, lmdb.DiskError) or _errno(error) in _FULL_ERRNOS:
+            if isinstance(error, lmdb.DiskError) or _is_full(error):
                 raise NoRoomError(
                     f"The disk of {self.path} takes no more ({error}). Free some space.",
                     on_disk=True,
@@ -217,9 +217,11 @@ def _map_bytes(path: Path, limit_bytes: int) -> int:
     return limit_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def _errno(error: Exception) -> int:
-    number = getattr(error, "code", 0) or getattr(error, "errno", 0)
-    return int(number or 0)
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    # Only since py-lmdb 3 does an error carry its number.
+    return any(os.strerror(number) in str(error) for number in _FULL_ERRNOS)
 
 
 class SsdTier(StoreTier):
