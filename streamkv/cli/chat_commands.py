@@ -1,0 +1,90 @@
+"""What can be typed in a chat besides turns: lines that begin with a slash."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from streamkv.cli.feed import Feeder
+from streamkv.cli.stats import show_stats, stats_as_json
+from streamkv.errors import InputError
+
+HELP = (
+    ("/stats", "tokens, window and tiers"),
+    ("/keep TEXT", "add TEXT to what is attended for ever"),
+    ("/feed FILE", "read a file into the session, each file once"),
+    ("/system", "how the session began"),
+    ("/save", "where the session is (it is always saved)"),
+    ("/help", "this list"),
+    ("/quit", "leave; so does Ctrl-D"),
+    ("//...", "a turn that begins with a slash"),
+)
+
+SlashCommand = Callable[[str, Feeder], None]
+
+
+def run_slash_command(line: str, feeder: Feeder) -> bool:
+    """Carry out a line that begins with a slash; False if it asks to leave.
+
+    Args:
+        line: as typed.
+        feeder: holds the session and the output.
+
+    Raises:
+        InputError: no such command, or its argument is missing or bad.
+    """
+    word, _, argument = line.partition(" ")
+    if word in ("/quit", "/exit"):
+        return False
+    command = _COMMANDS.get(word)
+    if command is None:
+        raise InputError("command", word, "there is none", "/help lists all; // begins a turn.")
+    command(argument.strip(), feeder)
+    return True
+
+
+def _help(argument: str, feeder: Feeder) -> None:
+    feeder.output.columns(HELP)
+
+
+def _stats(argument: str, feeder: Feeder) -> None:
+    stats = feeder.session.stats()
+    show_stats(stats, feeder.output)
+    feeder.output.json(stats_as_json(stats))
+
+
+def _keep(argument: str, feeder: Feeder) -> None:
+    if not argument:
+        raise InputError("command", "/keep", "no text", "Write /keep TEXT.")
+    feeder.session.keep(argument + "\n")
+    feeder.output.note(
+        f"Kept; {feeder.session.stats().num_sink_tokens} tokens are attended for ever."
+    )
+
+
+def _feed(argument: str, feeder: Feeder) -> None:
+    if not argument:
+        raise InputError("command", "/feed", "no file", "Write /feed FILE.")
+    feeder.feed(Path(argument).expanduser())
+
+
+def _system(argument: str, feeder: Feeder) -> None:
+    stats = feeder.session.stats()
+    feeder.output.line(
+        f"{stats.num_sink_tokens} tokens from the start are attended for ever. A system prompt is "
+        "given when a session begins: streamkv chat NAME --system TEXT"
+    )
+
+
+def _save(argument: str, feeder: Feeder) -> None:
+    feeder.output.line(
+        f"Every token is saved before it is shown: streamkv chat {feeder.session.name}"
+    )
+
+
+_COMMANDS: dict[str, SlashCommand] = {
+    "/help": _help,
+    "/stats": _stats,
+    "/keep": _keep,
+    "/feed": _feed,
+    "/system": _system,
+    "/save": _save,
+}

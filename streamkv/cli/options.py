@@ -1,0 +1,168 @@
+"""Options that several commands share, made from the fields of `EngineConfig` and `SamplingParams`.
+
+Invariant: defaults and checks are those of the two classes; here stand only names and help. What
+is not given on the command line is not given to them either.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from streamkv.cli.places import chosen_store
+from streamkv.config import EngineConfig
+from streamkv.model_files import DEFAULT_MODEL
+from streamkv.sampling_params import SamplingParams
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="smollm2-135m, a directory, a .gguf file or a hub id.")
+]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="Directory of sessions and stored blocks; one model each.",
+        show_default="~/.local/share/streamkv/MODEL",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="Type of weights and KV: auto, float32, bfloat16, float16.",
+        show_default="auto",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a command needs to open an engine."""
+
+    model: str
+    config: EngineConfig
+
+    @property
+    def store(self) -> Path:
+        """The store; only for commands that have one."""
+        assert self.config.store is not None
+        return Path(self.config.store)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a dataclass as an option."""
+
+    name: str
+    flag: str
+    kind: type
+    help: str
+
+    def parameter(self, owner: type) -> inspect.Parameter:
+        [field] = [field for field in dataclasses.fields(owner) if field.name == self.name]
+        shown = "chosen by measure" if field.default is None else str(field.default)
+        option = typer.Option(self.flag, help=self.help, show_default=shown)
+        annotation = Annotated[self.kind | None, option]  # type: ignore[name-defined]
+        return _keyword(self.name, annotation, None)
+
+
+_ENGINE = (
+    _Field("window_size", "--window", int, "Newest tokens attended."),
+    _Field("num_sink_tokens", "--sinks", int, "First tokens attended for ever."),
+    _Field("dtype", "--dtype", str, "auto, float32, bfloat16 or float16."),
+    _Field("num_threads", "--threads", int, "Threads of the CPU path."),
+    _Field("compile", "--compile", str, "Compile the decode step in the background: auto or off."),
+)
+_PERSISTENT = (
+    _Field("cpu_bytes", "--cpu-bytes", str, "Size of the cpu pool; 0 turns it off."),
+    _Field("ssd_bytes", "--ssd-bytes", str, "Limit of the store's file."),
+    _Field("codec", "--codec", str, "Of stored blocks: zstd or raw, both lossless."),
+    _Field("retain", "--retain", str, "Blocks to keep: all, window or none."),
+    _Field("on_pressure", "--on-pressure", str, "When the disk is too slow: wait or drop."),
+    _Field("checkpoint_tokens", "--checkpoint-tokens", int, "Tokens between two checkpoints."),
+)
+_CHUNK = (_Field("prefill_chunk", "--chunk", int, "Tokens computed in one step."),)
+_SAMPLING = (
+    _Field("temperature", "--temperature", float, "0 always takes the likeliest token."),
+    _Field("top_k", "--top-k", int, "Keep so many of the likeliest tokens; 0 keeps all."),
+    _Field("top_p", "--top-p", float, "Keep the likeliest tokens up to this probability."),
+    _Field("min_p", "--min-p", float, "Keep tokens so likely relative to the likeliest."),
+    _Field("repetition_penalty", "--repetition-penalty", float, "Above 1 discourages repetition."),
+    _Field("seed", "--seed", int, "The same seed draws the same answer."),
+    _Field("max_tokens", "--max-tokens", int, "Most tokens of an answer."),
+)
+
+
+def with_engine(command: Command) -> Command:
+    """Give a command the options of an engine with a store, as its argument `options`."""
+    return _with_options(command, (*_ENGINE, *_PERSISTENT), has_store=True)
+
+
+def with_bare_engine(command: Command) -> Command:
+    """Give a command the options of an engine without a store, as its argument `options`."""
+    return _with_options(command, (*_ENGINE, *_CHUNK), has_store=False)
+
+
+def with_sampling(command: Command) -> Command:
+    """Give a command the options of a generation, as its argument `params`."""
+
+    def run(**given: Any) -> None:
+        params = SamplingParams(**_taken(given, _SAMPLING))
+        command(params=params, **given)
+
+    return _dressed(
+        run, command, "params", [field.parameter(SamplingParams) for field in _SAMPLING]
+    )
+
+
+def _with_options(command: Command, fields: tuple[_Field, ...], has_store: bool) -> Command:
+    def run(**given: Any) -> None:
+        model = given.pop("model")
+        chosen = _taken(given, fields)
+        if has_store:
+            store = chosen_store(model, given.pop("store"), chosen.get("dtype"))
+            chosen["store"] = str(store)
+        command(options=EngineOptions(model, EngineConfig(**chosen)), **given)
+
+    extra = [_keyword("model", ModelOption, DEFAULT_MODEL)]
+    if has_store:
+        extra.append(_keyword("store", StoreOption, None))
+    extra += [field.parameter(EngineConfig) for field in fields]
+    return _dressed(run, command, "options", extra)
+
+
+def _taken(given: dict[str, Any], fields: tuple[_Field, ...]) -> dict[str, Any]:
+    """The values that were given for `fields`, taken out of `given`."""
+    values = {field.name: given.pop(field.name) for field in fields}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _dressed(
+    run: Command, command: Command, replaced: str, extra: list[inspect.Parameter]
+) -> Command:
+    """`run` with the name and parameters of `command`, `extra` in place of one of them."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+        if parameter.name != replaced
+    ]
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    parameters = [*own, *extra]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)

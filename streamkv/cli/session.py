@@ -1,0 +1,192 @@
+"""`streamkv session`: sessions of a store, listed and fed.
+
+`ls` and `show` read journals beside whoever writes them, without the model.
+"""
+
+import dataclasses
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from streamkv.cli.cache_view import open_writer
+from streamkv.cli.confirm import confirm
+from streamkv.cli.console import Output
+from streamkv.cli.feed import Feeder
+from streamkv.cli.feed_notes import notes_path
+from streamkv.cli.opening import open_engine, resumable
+from streamkv.cli.options import (
+    DtypeOption,
+    EngineOptions,
+    JsonOption,
+    ModelOption,
+    StoreOption,
+    YesOption,
+    with_engine,
+)
+from streamkv.cli.places import chosen_store
+from streamkv.cli.progress import format_duration
+from streamkv.cli.session_view import SessionView, view_session, view_sessions
+from streamkv.config import format_size
+from streamkv.errors import InputError
+from streamkv.journal import delete_journal
+from streamkv.model_files import DEFAULT_MODEL
+from streamkv.names import validate_session_name
+from streamkv.store import journal_path, session_names
+
+NameArgument = Annotated[str, typer.Argument(help="The session.")]
+
+
+def make_app() -> typer.Typer:
+    """The commands of `streamkv session`."""
+    app = typer.Typer(help="Sessions of a store: list, show, remove, feed.", rich_markup_mode=None)
+    app.command("ls")(ls)
+    app.command()(show)
+    app.command()(rm)
+    app.command()(feed)
+    return app
+
+
+def ls(
+    model: ModelOption = DEFAULT_MODEL,
+    store: StoreOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List sessions, open and sleeping; may run beside an engine."""
+    output = Output(as_json)
+    path = chosen_store(model, store, dtype)
+    views = list(view_sessions(path))
+    rows = [
+        (view.name, f"{view.num_tokens:,}", f"{view.text_chars:,}", _state(view), _age(view))
+        for view in views
+    ]
+    output.columns(rows, ("name", "tokens", "characters fed", "state", "changed"))
+    if not views:
+        output.line(f"No sessions in {path}.")
+    output.json({"store": str(path), "sessions": [_as_json(view) for view in views]})
+
+
+def show(
+    name: NameArgument,
+    model: ModelOption = DEFAULT_MODEL,
+    store: StoreOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one session; may run beside an engine."""
+    output = Output(as_json)
+    path = chosen_store(model, store, dtype)
+    _require_known(path, name)
+    view = view_session(path, name)
+    output.columns(
+        [
+            ("name", view.name),
+            ("state", _state(view)),
+            ("model", view.model),
+            ("tokens", f"{view.num_tokens:,}"),
+            ("characters fed", f"{view.text_chars:,}"),
+            ("window", f"{view.window_size:,} tokens"),
+            ("sink tokens", f"{view.num_sink_tokens:,}"),
+            ("stored up to token", f"{view.checkpoint_token_index:,}"),
+            ("created", _date(view.created_s)),
+            ("changed", _date(view.changed_s)),
+            ("journal", f"{view.journal}, {format_size(view.journal_bytes)}"),
+        ]
+    )
+    output.json({"store": str(path), **_as_json(view)})
+
+
+@with_engine
+def rm(
+    options: EngineOptions,
+    name: NameArgument,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a session: its journal and all of its blocks."""
+    output = Output(as_json)
+    _require_known(options.store, name)
+    confirm(f"Delete session {name!r} for good?", yes)
+    view = view_session(options.store, name)
+    if view.problem:
+        _delete_unreadable(options.store, name)
+    else:
+        with open_engine(options, output) as engine, engine.session(name) as session:
+            session.delete()
+    notes_path(options.store, name).unlink(missing_ok=True)
+    output.line(f"Deleted session {name!r} of {view.num_tokens:,} tokens.")
+    output.json({"deleted": name, "num_tokens": view.num_tokens})
+
+
+@with_engine
+def feed(
+    options: EngineOptions,
+    name: NameArgument,
+    files: Annotated[list[str], typer.Argument(help="Text files, UTF-8; - is standard input.")],
+    system: Annotated[
+        str | None, typer.Option("--system", help="System prompt of a new session, kept whole.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Read files from the start, also if read before.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Read files into a session, each once: after a kill the same command goes on."""
+    output = Output(as_json)
+    validate_session_name(name)
+    _require_files(files)
+    with (
+        resumable(output, f"streamkv session feed {name} ..., the same command"),
+        open_engine(options, output) as engine,
+        engine.session(name, system=system) as session,
+    ):
+        feeder = Feeder(session, options.store, output)
+        for file in files:
+            if file == "-":
+                feeder.feed_pieces(sys.stdin, "standard input")
+            else:
+                feeder.feed(Path(file).expanduser(), again=again)
+
+
+def _require_files(files: list[str]) -> None:
+    """Refuse a missing file before the model is loaded."""
+    for file in files:
+        if file != "-" and not Path(file).expanduser().is_file():
+            raise InputError("file", file, "no such file", "Check the path.")
+
+
+def _delete_unreadable(store: Path, name: str) -> None:
+    """Delete a session of which no engine can tell the blocks; what is not locked ages out."""
+    with open_writer(store) as tier:
+        tier.delete_session(name)
+        delete_journal(journal_path(store, name))
+
+
+def _require_known(store: Path, name: str) -> None:
+    validate_session_name(name)
+    if name not in session_names(store):
+        raise InputError(
+            "name", name, f"no such session in {store}", "streamkv session ls lists them."
+        )
+
+
+def _as_json(view: SessionView) -> dict[str, Any]:
+    return dataclasses.asdict(view) | {"journal": str(view.journal)}
+
+
+def _state(view: SessionView) -> str:
+    if view.problem:
+        return f"damaged: {view.problem}"
+    return f"open in process {view.owner}" if view.owner else "sleeping"
+
+
+def _age(view: SessionView) -> str:
+    return f"{format_duration(max(time.time() - view.changed_s, 0.0))} ago"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")

@@ -1,0 +1,102 @@
+"""What can be said of a session from its journal alone, beside whoever writes it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamkv.errors import JournalError, StoreFormatError
+from streamkv.journal import Journal
+from streamkv.journal_file import lock_owner
+from streamkv.store import journal_path, session_names
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session at a glance.
+
+    Attributes:
+        name: its name.
+        journal: the file.
+        journal_bytes: size of the file.
+        changed_s: when it was last written, seconds since 1970 (UTC).
+        owner: process that has it open, where the system tells; `None` if it sleeps.
+        problem: why the journal cannot be read; empty if it can. Then the rest is zero.
+        model: the model it belongs to.
+        num_tokens: tokens in the stream.
+        text_chars: characters of text accepted.
+        window_size: newest tokens attended.
+        num_sink_tokens: first tokens attended for ever, at creation.
+        checkpoint_token_index: tokens whose KV a resume finds stored.
+        created_s: seconds since 1970 (UTC).
+        torn_bytes: bytes of an unfinished record at the end, which the next opener gives up.
+    """
+
+    name: str
+    journal: Path
+    journal_bytes: int
+    changed_s: float
+    owner: int | None
+    problem: str = ""
+    model: str = ""
+    num_tokens: int = 0
+    text_chars: int = 0
+    window_size: int = 0
+    num_sink_tokens: int = 0
+    checkpoint_token_index: int = 0
+    created_s: float = 0.0
+    torn_bytes: int = 0
+
+
+def view_sessions(store: Path) -> Iterator[SessionView]:
+    """All sessions of a store, by name; one that is deleted meanwhile is left out."""
+    for name in session_names(store):
+        try:
+            yield view_session(store, name)
+        except FileNotFoundError:
+            continue
+
+
+def view_session(store: Path, name: str) -> SessionView:
+    """One session. Damage is told in `problem`.
+
+    Raises:
+        FileNotFoundError: there is none of this name.
+    """
+    path = journal_path(store, name)
+    status = path.stat()
+    owner = file_owner(path)
+    try:
+        journal = Journal.read_beside(path)
+    except (JournalError, StoreFormatError) as error:
+        return SessionView(name, path, status.st_size, status.st_mtime, owner, problem=str(error))
+    with journal:
+        header, state = journal.header, journal.state
+        stored = state.last_checkpoint
+        return SessionView(
+            name=name,
+            journal=path,
+            journal_bytes=status.st_size,
+            changed_s=status.st_mtime,
+            owner=owner,
+            model=header.model,
+            num_tokens=state.num_tokens,
+            text_chars=state.text_chars,
+            window_size=header.window_size,
+            num_sink_tokens=header.num_sink_tokens,
+            checkpoint_token_index=stored.token_index if stored is not None else 0,
+            created_s=header.created_s,
+            torn_bytes=journal.torn_bytes,
+        )
+
+
+def file_owner(path: Path) -> int | None:
+    """Id of the process that holds the lock of a file, where the system tells."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return lock_owner(fd)
+    finally:
+        os.close(fd)

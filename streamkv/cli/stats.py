@@ -1,0 +1,40 @@
+"""A session's stats for people and for scripts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from streamkv.cli.console import Output
+from streamkv.config import format_size
+from streamkv.outputs import SessionStats
+from streamkv.tiers.usage import TierUsage
+
+
+def show_stats(stats: SessionStats, output: Output) -> None:
+    """Print where a session stands."""
+    output.line(
+        f"{stats.num_tokens:,} tokens; attended: {stats.num_sink_tokens:,} sink tokens and "
+        f"the newest {stats.num_window_tokens:,}"
+    )
+    show_tiers(stats.tiers, output)
+    happened = {name: count for name, count in sorted(stats.counters.items()) if count}
+    if happened:
+        output.line(", ".join(f"{name} {count:,}" for name, count in happened.items()))
+
+
+def show_tiers(tiers: Mapping[str, TierUsage], output: Output) -> None:
+    """Print blocks and bytes of each tier."""
+    rows = [
+        (name, f"{usage.num_blocks:,} blocks", format_size(usage.num_bytes), _limit(usage))
+        for name, usage in tiers.items()
+    ]
+    output.columns(rows, ("tier", "holds", "bytes", "limit"))
+
+
+def stats_as_json(stats: SessionStats) -> dict[str, Any]:
+    """All of a session's stats as a JSON object."""
+    return dataclasses.asdict(stats)
+
+
+def _limit(usage: TierUsage) -> str:
+    return format_size(usage.limit_bytes) if usage.limit_bytes else "off"
