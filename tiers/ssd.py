@@ -23,6 +23,7 @@ from streamkv.tiers.store_file import NoRoomError, StoreReadError
 from streamkv.tiers.store_files import (
     DATA_FILE,
     READERS_FILE,
+    allocate_lock_file,
     sync_path,
 )
 from streamkv.tiers.store_format import StoreFormat, StoreIdentity
@@ -69,6 +70,8 @@ class LmdbFile:
         # A reader's map is as large as the writer's (0), so that it need not follow its growth.
         map_bytes = 0 if limit_bytes is None else _map_bytes(path / DATA_FILE, limit_bytes)
         with self._errors():
+            if not self.readonly:
+                allocate_lock_file(path)
             self._env = lmdb.open(
                 str(path),
                 map_size=map_bytes,

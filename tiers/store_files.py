@@ -10,6 +10,7 @@ Invariant: directories have mode 0700 and files 0600. This module does not know 
 """
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -20,6 +21,9 @@ OWNER_FILE = "owner.lock"
 READERS_FILE = "readers.lock"
 BALLAST_FILE = "reserve"
 COMPACT_DIRECTORY = "compact.tmp"
+
+_LOCK_FILE = "lock.mdb"
+_LOCK_BYTES = 128 << 10  # room for 2,000 readers
 
 BALLAST_BYTES = 1 << 20
 """Deleting from a copy-on-write tree takes new pages first: up to some dozens per transaction."""
@@ -47,6 +51,35 @@ def sync_path(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def allocate_lock_file(directory: Path) -> None:
+    """Give LMDB's table of readers its disk space before LMDB maps it.
+
+    LMDB writes to that file through a map, and a write to a page for which a full disk has no space
+    kills the process.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    path = directory / _LOCK_FILE
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(fd).st_size
+        _allocate(fd, size, size or _LOCK_BYTES)
+    except OSError:
+        if not size:
+            path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def _allocate(fd: int, size: int, wanted: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, wanted)
+    elif not size and os.write(fd, bytes(wanted)) < wanted:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Ballast:
