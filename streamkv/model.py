@@ -25,7 +25,7 @@ from streamkv.model_attention import (
     run_base,
     trace_attention,
 )
-from streamkv.model_files import OnProgress, quiet_transformers, resolve_model
+from streamkv.model_files import OnProgress, brief, quiet_transformers, resolve_model
 from streamkv.model_fingerprint import model_fingerprint
 from streamkv.model_probe import probe_once
 from streamkv.model_rope import find_rope, refuse_length_dependent
@@ -189,7 +189,7 @@ def _checked_calls(base: PreTrainedModel, num_layers: int) -> list[AttentionCall
     # Whatever a forward of unknown make does with our arguments, the answer is the same.
     except Exception as error:
         raise UnsupportedModelError(
-            f"its forward does not work with our attention ({type(error).__name__}: {error})"
+            f"its forward does not work with our attention ({brief(error)})"
         ) from error
     seen = [call.layer for call in calls]
     if seen != list(range(num_layers)):
@@ -227,7 +227,7 @@ def _read_config(name: str, directory: Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         raise ModelError(
             f"model={name!r}: its config is not read by transformers {transformers.__version__} "
-            f"({type(error).__name__}: {error}). Check {directory / 'config.json'}, or try a newer "
+            f"({brief(error)}). Check {directory / 'config.json'}, or try a newer "
             "transformers; a model with its own code needs trust_remote_code."
         ) from error
 
@@ -260,7 +260,7 @@ def _read_model(
         if IMPLEMENTATION in str(error):
             raise UnsupportedModelError("its code does not let attention be replaced") from error
         raise ModelError(
-            f"model={name!r}: not loaded from {directory} ({type(error).__name__}: {error}). "
+            f"model={name!r}: not loaded from {directory} ({brief(error)}). "
             "If its files are damaged, delete that directory and load it again."
         ) from error
     model: PreTrainedModel = loaded[0]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from streamkv.errors import UnsupportedModelError
 from streamkv.model_attention import IMPLEMENTATION, Attend, run_base, trace_attention
+from streamkv.model_rope import rotary_modules
 
 LAYERS_PER_KIND = 2
 
@@ -25,40 +26,51 @@ class Excerpt:
     Attributes:
         base: the decoder; takes `inputs_embeds`.
         layers: index of each of its layers in the whole model.
+        attentions: the modules that call attention, in order.
         embeds: float32 [1, num_tokens, hidden_size], inputs.
     """
 
     base: PreTrainedModel
     layers: tuple[int, ...]
+    attentions: tuple[nn.Module, ...]
     embeds: Tensor
 
     def own_outputs(self, position: int) -> list[Tensor]:
         """What each attention module returns at `position` and on, by the model's eager code."""
         num_tokens = self.embeds.shape[1]
         positions = torch.arange(position, position + num_tokens, device=self.embeds.device)
-        modules = self._attention_modules()
         self.base.config._attn_implementation = "eager"
-        with _Recorder(modules) as recorder:
+        with _Recorder(self.attentions) as recorder:
             self.base(inputs_embeds=self.embeds, position_ids=positions[None], use_cache=False)
         return recorder.outputs
 
+    def disturbed_outputs(self, noise: Tensor) -> list[Tensor]:
+        """As `own_outputs(0)`, with every angle wrong by `noise` [num_tokens, rotary_dim / 2]."""
+        cos, sin = (torch.cat((x, x), dim=-1) for x in (noise.cos(), noise.sin()))
+
+        def turn(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> object:
+            own_cos, own_sin = output
+            return own_cos * cos - own_sin * sin, own_sin * cos + own_cos * sin
+
+        hooks = [module.register_forward_hook(turn) for module in rotary_modules(self.base)]
+        try:
+            return self.own_outputs(0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def outputs(self, attend: Attend) -> list[Tensor]:
         """What each attention module returns when `attend` does the attention."""
-        modules = self._attention_modules()
-        with _Recorder(modules) as recorder:
+        self.base.config._attn_implementation = IMPLEMENTATION
+        with _Recorder(self.attentions) as recorder:
             run_base(self.base, {"inputs_embeds": self.embeds}, attend)
         return recorder.outputs
-
-    def _attention_modules(self) -> list[nn.Module]:
-        self.base.config._attn_implementation = IMPLEMENTATION
-        calls = trace_attention(self.base, {"inputs_embeds": self.embeds[:, :1]})
-        return [call.module for call in calls]
 
 
 class _Recorder:
     """Keeps the first output of every call of some modules, in order, while entered."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.outputs: list[Tensor] = []
         self._modules = modules
 
@@ -89,8 +101,11 @@ def make_excerpt(base: PreTrainedModel, num_tokens: int) -> Excerpt:
     embeddings = base.get_input_embeddings()
     vocab_size: int = base.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(num_tokens, device=base.device) * 7919 + 1) % vocab_size
+    embeds = embeddings(ids[None]).float()
     small = _copy_base(base, layers, chosen, embeddings)
-    return Excerpt(small, tuple(chosen), embeddings(ids[None]).float())
+    small.config._attn_implementation = IMPLEMENTATION
+    calls = trace_attention(small, {"inputs_embeds": embeds[:, :1]})
+    return Excerpt(small, tuple(chosen), tuple(call.module for call in calls), embeds)
 
 
 def choose_layers(kinds: list[object]) -> list[int]:

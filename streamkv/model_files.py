@@ -8,6 +8,7 @@ This module reads no weights except to convert them.
 import contextlib
 import importlib.util
 import io
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def resolve_model(name: str, on_progress: OnProgress | None = None) -> Path:
     if name == DEFAULT_MODEL:
         return _resolve_default(say)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _checked_directory(path)
     if path.suffix == ".gguf":
         return _convert_file(path, say)
@@ -114,7 +115,7 @@ def _convert(source: Path, target: Path, say: OnProgress) -> None:
     # What a damaged or unknown file makes of the readers below is not one kind of exception.
     except Exception as error:
         raise ModelError(
-            f"model={str(source)!r}: not converted ({type(error).__name__}: {error}). Check that "
+            f"model={str(source)!r}: not converted ({brief(error)}). Check that "
             "the file is whole, that its architecture is one that transformers reads from GGUF, "
             f"and that {target.parent} has room; or give a directory of safetensors."
         ) from error
@@ -146,19 +147,35 @@ def _download(hub_id: str) -> Path:
             return _complete(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     # Offline, an unknown id, a gated model and a full disk come as unrelated kinds of exception.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model={hub_id!r}: no such directory, and not fetched from the hub ({reason}). "
+            f"model={hub_id!r}: no such directory, and not fetched from the hub ({brief(error)}). "
             "When offline, give a directory or a .gguf file that is already on this machine."
         ) from error
+
+
+def brief(error: Exception) -> str:
+    """Kind and first line of a foreign error, whose whole text can run over a page."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _complete(snapshot: str) -> Path:
     """The snapshot, if a model with safetensors lies in it."""
     path = Path(snapshot)
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-        raise FileNotFoundError(f"{path} has no config.json or no *.safetensors")
+    needed = {"config.json", *_shards(path)}
+    absent = sorted(name for name in needed if not (path / name).is_file())
+    if absent:
+        raise FileNotFoundError(f"{path} lacks {', '.join(absent)}")
     return path
+
+
+def _shards(path: Path) -> set[str]:
+    """Names of the files that the weights are in."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return {"model.safetensors"}
+    names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return set(names.values())
 
 
 @contextlib.contextmanager

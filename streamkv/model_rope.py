@@ -43,7 +43,7 @@ def find_rope(base: nn.Module, head_dim: int) -> Rope:
     Raises:
         UnsupportedModelError: none, several, or one that the tables cannot express.
     """
-    modules = [module for _, module in base.named_modules() if _has_frequencies(module)]
+    modules = rotary_modules(base)
     if not modules:
         raise UnsupportedModelError("it has no rotary position embedding")
     frequencies = [_frequencies(module) for module in modules]
@@ -54,6 +54,11 @@ def find_rope(base: nn.Module, head_dim: int) -> Rope:
         raise UnsupportedModelError(f"its rotary embedding is wider than a head ({head_dim})")
     scaling = scalings.pop()
     return Rope(frequencies[0], scaling, _identity(frequencies[0], scaling))
+
+
+def rotary_modules(base: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder that hold rotary frequencies."""
+    return [module for module in base.modules() if _has_frequencies(module)]
 
 
 def refuse_length_dependent(config: object) -> None:

@@ -104,7 +104,7 @@ def save_tiny_tokenizer(directory: Path) -> int:
 
 SMALL_CONFIG = {
     "vocab_size": 128,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
