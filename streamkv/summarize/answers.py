@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_POINTS = 3
-MIN_POINT_LETTERS = 6
+MIN_POINT_UNITS = 3
 COPY_NGRAM = 8
 MAX_COPIED_SHARE = 0.5
-LOOP_NGRAM = 4
+LOOP_NGRAM = 6
 MAX_NGRAM_REPEATS = 2
 # Scripts without spaces count by the character.
 _UNIT = re.compile(r"[぀-ヿ㐀-鿿가-힣฀-๿]|[^\W_]+")
 _MARK = re.compile(r"\s*(?:[-*•–—]+|\d{1,2}[.)])\s*")
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*(?=\s|$)|[。！？।]")
+_SENTENCE_GAP = re.compile(r"(?<=[.!?…])\s+")
 _STUTTER = re.compile(r"(.{1,24}?)\1{7,}", re.DOTALL)
 
 
@@ -45,6 +46,7 @@ def check_answer(
     *,
     ended: bool,
     source: str,
+    opening: str = "",
     not_again: Iterable[str] = (),
     max_points: int = MAX_POINTS,
 ) -> Answer:
@@ -54,12 +56,13 @@ def check_answer(
         text: what the model wrote.
         ended: whether it ended by itself, rather than at the limit of tokens.
         source: what the answer is about.
+        opening: how the answer was made to begin; what says no more than this says nothing.
         not_again: texts that it must not repeat: instructions, earlier points.
         max_points: points kept.
     """
     if _loops(text):
         return Answer(problem=Problem.LOOPING)
-    points = _points(text)
+    points = _points(text, _MARK.sub("", opening, count=1))
     if not points:
         return Answer(problem=Problem.EMPTY)
     if not ended:
@@ -73,15 +76,21 @@ def check_answer(
     return Answer(tuple(own[:max_points])) if own else Answer(problem=Problem.COPIED)
 
 
-def _points(text: str) -> list[str]:
+def _points(text: str, opening: str) -> list[str]:
     """Lines of the answer without their marks; headings, crumbs and repetitions left out."""
-    points: dict[str, None] = {}
+    points: list[str] = []
+    said: set[str] = set()
     for line in text.splitlines():
-        point = " ".join(_MARK.sub("", line, count=1).split()).strip("\"' ")
-        if point.endswith(":") or len(re.findall(r"[^\W\d_]", point)) < MIN_POINT_LETTERS:
-            continue
-        points[point] = None
-    return list(points)
+        sentences = []
+        for sentence in _SENTENCE_GAP.split(_MARK.sub("", line, count=1).strip()):
+            if sentence not in said:
+                said.add(sentence)
+                sentences.append(" ".join(sentence.split()))
+        point = " ".join(sentences)
+        beyond = _units(point.removeprefix(opening))
+        if not point.endswith(":") and len(beyond) >= MIN_POINT_UNITS:
+            points.append(point)
+    return points
 
 
 def _complete(points: list[str]) -> list[str]:

@@ -1,22 +1,31 @@
-"""Questions to the model: in the session that reads the transcript, or apart from it.
+"""The sessions of a summary: one reads the transcript, others are asked about pieces of it.
 
-A question apart runs in a session of its own that is deleted afterwards, so that what is asked
-twice is never read twice by the session that holds the transcript. This module does not judge the
-answers.
+A question is asked in a session of its own, which holds nothing else and is deleted afterwards.
+Asked in the session that reads the transcript, a small model repeats its earlier answers from there
+on: with SmolLM2-135M, six of seven segments got the answer of an earlier one. So the answer to a
+question depends on the question alone, and not on what was asked before or where a run was cut off.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from streamkv.config import EngineConfig
-from streamkv.outputs import Delta, FinishReason, Progress, SessionStats
+from streamkv.outputs import Delta, FinishReason, Progress
 from streamkv.sampling_params import SamplingParams
+from streamkv.summarize.answers import MAX_POINTS
 from streamkv.summarize.prompts import SYSTEM
 
+RETRY_TEMPERATURE = 0.5
 RETRY_SEED = 1
+
+
+class Deltas(Iterator[Delta], Protocol):
+    """What is used of a generation: it can be left before its end."""
+
+    def close(self) -> None: ...
 
 
 class SessionLike(Protocol):
@@ -32,9 +41,10 @@ class SessionLike(Protocol):
     ) -> None: ...
     def feed(self, items: str) -> Iterator[Progress]: ...
     def say(self, text: str) -> None: ...
-    def generate(self, params: SamplingParams) -> Iterator[Delta]: ...
+    def generate(self, params: SamplingParams) -> Deltas: ...
     def delete(self) -> None: ...
-    def stats(self) -> SessionStats: ...
+    @property
+    def text_chars(self) -> int: ...
 
 
 class EngineLike(Protocol):
@@ -57,21 +67,26 @@ class Question:
         prompt: the user's turn.
         opening: how the answer is made to begin; part of it.
         max_tokens: most tokens of the answer.
+        max_lines: lines of the answer after which it has said enough.
         retry: whether it is asked again: then with some noise, because greedy would err alike.
     """
 
     prompt: str
     opening: str
     max_tokens: int
+    max_lines: int = MAX_POINTS
     retry: bool = False
 
     @property
     def params(self) -> SamplingParams:
-        """Greedy, ending at a blank line; reproducible noise on a retry."""
+        """Greedy, ending at a blank line; reproducible noise on a retry.
+
+        No repetition penalty: it would count against the names and numbers of the transcript itself
+        and make the model change them.
+        """
         return SamplingParams(
-            temperature=0.5 if self.retry else 0.0,
+            temperature=RETRY_TEMPERATURE if self.retry else 0.0,
             seed=RETRY_SEED,
-            repetition_penalty=1.1,
             stop=("\n\n",),
             max_tokens=self.max_tokens,
         )
@@ -85,33 +100,40 @@ class RawAnswer:
     ended: bool
 
 
-def ask(session: SessionLike, question: Question) -> RawAnswer:
-    """Say the prompt to `session` and take down the answer, which becomes part of its stream."""
-    session.say(question.prompt)
-    if question.opening:
-        for _ in session.feed(question.opening):
-            pass
-    text, ended = question.opening, False
-    for delta in session.generate(question.params):
-        text += delta.text
-        ended = delta.finish_reason is FinishReason.STOP
-    return RawAnswer(text, ended)
-
-
-def ask_apart(engine: EngineLike, name: str, question: Question) -> RawAnswer:
+def ask(engine: EngineLike, name: str, question: Question) -> RawAnswer:
     """Ask in a session called `name` that exists only for this question."""
-    with fresh_session(engine, name) as session:
+    if name in engine.session_names():
+        engine.session(name).delete()
+    with engine.session(name, system=SYSTEM) as session:
         try:
-            return ask(session, question)
+            return _take_down(session, question)
         finally:
             session.delete()
 
 
-@contextmanager
-def fresh_session(engine: EngineLike, name: str) -> Iterator[SessionLike]:
-    """A session that has read nothing but the system prompt; one of that name is deleted first."""
-    if name in engine.session_names():
-        with engine.session(name, system=SYSTEM) as old:
-            old.delete()
-    with engine.session(name, system=SYSTEM) as session:
-        yield session
+def read_on(session: SessionLike, text: str, start: int) -> int:
+    """Feed `text`, which begins at character `start` of the transcript, where it was not fed yet.
+
+    Returns:
+        Tokens that were read.
+    """
+    num_tokens = 0
+    if rest := text[max(0, session.text_chars - start) :]:
+        for progress in session.feed(rest):
+            num_tokens = progress.num_tokens
+    return num_tokens
+
+
+def _take_down(session: SessionLike, question: Question) -> RawAnswer:
+    session.say(question.prompt)
+    for _ in session.feed(question.opening):
+        pass
+    text, ended = question.opening, False
+    with closing(session.generate(question.params)) as deltas:
+        for delta in deltas:
+            text += delta.text
+            enough = text.count("\n") >= question.max_lines
+            ended = enough or delta.finish_reason is FinishReason.STOP
+            if enough:
+                break
+    return RawAnswer(text, ended)

@@ -1,18 +1,19 @@
-"""The questions of one run and what is made of the answers: points, gaps, the overall summary.
+"""Questions about a transcript, and what is made of the answers: points, gaps, the overall text.
 
-Each segment is said to the session that reads the transcript, and while it is in the window the
-model is asked about it. An answer that is none is asked for again, apart, about each half of the
-segment; a half that fails again becomes a `Gap` that says so. Invariant: the points and gaps that
-are made of a segment cover all of it. This module knows neither files nor the order of a run.
+An answer that is none is asked for again about each half of the segment; a half that fails again
+becomes a `Gap` that says so. Invariant: the points and gaps made of a segment cover all of it. This
+module knows neither files nor the order of a run.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from streamkv.summarize.answers import Answer, check_answer
-from streamkv.summarize.asking import EngineLike, Question, RawAnswer, SessionLike, ask, ask_apart
+from streamkv.summarize.asking import EngineLike, Question, ask
 from streamkv.summarize.plan import Plan
 from streamkv.summarize.prompts import (
     OPENING,
+    OVERALL_OPENING,
     group_prompt,
     overall_prompt,
     segment_prompt,
@@ -31,27 +32,22 @@ class Interview:
 
     def __init__(self, engine: EngineLike, session_name: str, plan: Plan) -> None:
         self._engine = engine
-        self._apart_name = f"{session_name}-apart"
+        self._session_name = session_name
         self._plan = plan
         self.num_tokens = 0
 
-    def summarize(
-        self, session: SessionLike | None, segment: Segment, previous: Sequence[str]
-    ) -> SegmentSummary:
-        """Points and gaps for a segment.
-
-        Args:
-            session: reads the segment; `None` if it has done so and only the answer was lost.
-            segment: what is asked about.
-            previous: points of the segment before; the same again are no answer.
-        """
+    def summarize(self, segment: Segment) -> SegmentSummary:
+        """Points and gaps for a segment."""
+        answer = self._ask_about(segment, retry=False)
+        parts = [(segment, answer)]
+        if answer.problem is not None:
+            parts = [(half, self._ask_about(half, retry=True)) for half in halve(segment)]
         points, gaps = list[Point](), list[Gap]()
-        answer = self._ask(session, segment, previous) if session is not None else None
-        if answer is not None and answer.problem is None:
-            points += [Point(text, place_of(segment)) for text in answer.points]
-        else:
-            for half in halve(segment):
-                self._ask_about_half(half, previous, points, gaps)
+        for part, part_answer in parts:
+            points += [Point(text, place_of(part)) for text in part_answer.points]
+            if part_answer.problem is not None:
+                begins = part.text[:MAX_BEGINS_CHARS]
+                gaps.append(Gap(place_of(part), part_answer.problem.value, begins))
         coverage = Coverage(segment.num_lines, segment.num_chars)
         return SegmentSummary(
             segment.index, place_of(segment), coverage, tuple(points), tuple(gaps)
@@ -76,45 +72,30 @@ class Interview:
             problems.append(f"Groups of notes that were cut short: {reduced.num_unshortened}")
         return Overall(" ".join(answer.points), "; ".join(problems))
 
-    def _ask(self, session: SessionLike, segment: Segment, previous: Sequence[str]) -> Answer:
-        before = session.stats().num_tokens
-        raw = ask(session, self._about(segment, retry=False))
-        self.num_tokens += session.stats().num_tokens - before
-        return _checked(raw, segment.text, previous)
-
-    def _ask_about_half(
-        self, half: Segment, previous: Sequence[str], points: list[Point], gaps: list[Gap]
-    ) -> None:
-        raw = self._ask_apart(self._about(half, retry=True))
-        answer = _checked(raw, half.text, previous)
-        if answer.problem is None:
-            points += [Point(text, place_of(half)) for text in answer.points]
-        else:
-            gaps.append(Gap(place_of(half), answer.problem.value, half.text[:MAX_BEGINS_CHARS]))
-
-    def _about(self, segment: Segment, *, retry: bool) -> Question:
-        prompt = segment_prompt(segment.index + 1, segment.text)
-        return Question(prompt, OPENING, self._plan.answer, retry)
+    def _ask_about(self, segment: Segment, *, retry: bool) -> Answer:
+        prompt = segment_prompt(segment.text)
+        return self._ask(Question(prompt, OPENING, self._plan.answer, retry=retry), segment.text)
 
     def _ask_about_group(self, notes: str, retry: bool) -> tuple[str, ...] | None:
-        question = Question(group_prompt(notes), OPENING, self._plan.answer, retry)
-        answer = _checked(self._ask_apart(question))
+        question = Question(group_prompt(notes), OPENING, self._plan.answer, retry=retry)
+        answer = self._ask(question)
         return answer.points if answer.problem is None else None
 
     def _ask_about_all(self, notes: str) -> Answer:
-        prompt = overall_prompt(notes)
-        answer = _checked(self._ask_apart(Question(prompt, "", self._plan.answer)))
+        question = Question(overall_prompt(notes), OVERALL_OPENING, self._plan.answer)
+        answer = self._ask(question)
         if answer.problem is None:
             return answer
-        return _checked(self._ask_apart(Question(prompt, "", self._plan.answer, retry=True)))
+        return self._ask(dataclasses.replace(question, retry=True))
 
-    def _ask_apart(self, question: Question) -> RawAnswer:
-        raw = ask_apart(self._engine, self._apart_name, question)
+    def _ask(self, question: Question, source: str = "") -> Answer:
+        """Ask and check; without a `source`: notes on notes may be taken over word for word."""
+        raw = ask(self._engine, self._session_name, question)
         self.num_tokens += self._engine.count_tokens(question.prompt + raw.text)
-        return raw
-
-
-def _checked(raw: RawAnswer, source: str = "", previous: Sequence[str] = ()) -> Answer:
-    # Notes may be taken over word for word from notes, so that these have no source.
-    again = (*tasks(), *previous)
-    return check_answer(raw.text, ended=raw.ended, source=source, not_again=again)
+        return check_answer(
+            raw.text,
+            ended=raw.ended,
+            source=source,
+            opening=question.opening,
+            not_again=tasks(),
+        )

@@ -26,13 +26,11 @@ class Ledger:
 
     Attributes:
         summaries: finished segments by index.
-        begun: tokens of the session before each segment was said to it, by index.
         overall: the overall summary once it is made.
     """
 
     path: Path | None
     summaries: dict[int, SegmentSummary] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
     overall: Overall | None = None
 
     @classmethod
@@ -56,16 +54,6 @@ class Ledger:
         except OSError as error:
             raise _error(path, error) from error
         return ledger
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was recorded yet."""
-        return not self.summaries and not self.begun and self.overall is None
-
-    def begin(self, index: int, num_tokens: int) -> None:
-        """A segment is about to be said to the session, whose stream has `num_tokens` so far."""
-        self._append({"begin": index, "num_tokens": num_tokens})
-        self.begun[index] = num_tokens
 
     def finish_segment(self, summary: SegmentSummary) -> None:
         """A segment is summarised."""
@@ -91,9 +79,7 @@ class Ledger:
         return good
 
     def _take(self, record: dict[str, Any]) -> None:
-        if "begin" in record:
-            self.begun[int(record["begin"])] = int(record["num_tokens"])
-        elif "segment" in record:
+        if "segment" in record:
             summary = segment_from_json(record["segment"])
             self.summaries[summary.index] = summary
         else:

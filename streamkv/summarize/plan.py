@@ -7,7 +7,7 @@ from streamkv.summarize.prompts import group_prompt, overall_prompt, segment_pro
 from streamkv.summarize.reduction import Limits
 from streamkv.summarize.segments import MIN_SEGMENT_TOKENS, CountTokens
 
-DEFAULT_SEGMENT_TOKENS = 512
+DEFAULT_SEGMENT_TOKENS = 320
 MAX_ANSWER_TOKENS = 120
 # Of a turn around the prompt: role, newlines, markers.
 _TURN_TOKENS = 24
@@ -27,13 +27,13 @@ class Plan:
 
 
 def make_plan(count_tokens: CountTokens, window_size: int, segment_tokens: int | None) -> Plan:
-    """Sizes that fit a window; `segment_tokens=None`: 512, or what there is room for.
+    """Sizes that fit a window; `segment_tokens=None`: 320, or what there is room for.
 
     Raises:
         ConfigError: the window is too small, or has no room for `segment_tokens`.
     """
     answer = min(MAX_ANSWER_TOKENS, window_size // 8)
-    prompts = (segment_prompt(10**6, ""), group_prompt(""), overall_prompt(""))
+    prompts = (segment_prompt(""), group_prompt(""), overall_prompt(""))
     frame = max(map(count_tokens, prompts)) + _TURN_TOKENS
     room = window_size - frame - answer
     if room < max(MIN_SEGMENT_TOKENS, 2 * answer):

@@ -6,8 +6,10 @@ best. The transcript stands between marks that do not occur in it, as data.
 
 PROMPT_VERSION = 1
 SYSTEM = "You take notes. You write short, factual notes about the text you are shown."
-OPENING = "-"
-_SEGMENT = "Part {number} of a transcript:\n{quoted}\n"
+# Makes the answer speak about the text. A small model left to itself goes on with the text instead.
+OPENING = "- They talk about"
+OVERALL_OPENING = "The transcript is about"
+_SEGMENT = "Part of a transcript:\n{quoted}\n\n"
 _SEGMENT_TASK = (
     "What was said in this part? Answer with 1 to 3 short bullet points, in your own words."
 )
@@ -17,9 +19,9 @@ _OVERALL = "Notes on a whole transcript, in order:\n{quoted}\n"
 _OVERALL_TASK = "What is this transcript about? Answer in 2 to 3 short sentences."
 
 
-def segment_prompt(number: int, text: str) -> str:
-    """Asks for bullet points about a part of the transcript; `number` from 1."""
-    return _SEGMENT.format(number=number, quoted=quote(text)) + _SEGMENT_TASK
+def segment_prompt(text: str) -> str:
+    """Asks for bullet points about a part of the transcript."""
+    return _SEGMENT.format(quoted=quote(text)) + _SEGMENT_TASK
 
 
 def group_prompt(notes: str) -> str:

@@ -1,26 +1,27 @@
 """A transcript file to its summary: what happens in which order, and how a run goes on.
 
-The transcript is read once, by an endless session named after the content. Invariant: no segment is
-said to that session twice, and the segments of the result cover every line of the file; the sum is
-checked. A run that was interrupted goes on from its ledger; another content is another run.
+The transcript is read once, by an endless session named after the content, which can be asked about
+it later; and each segment, once it is read, is summarised. Invariant: no character is fed to that
+session twice, no segment is summarised twice, and the segments of the result cover every line of
+the file; the sum is checked. A run that was interrupted goes on from its ledger and from what its
+session has read, and ends as if it had not been. Another content is another run.
 """
 
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamkv.summarize.asking import EngineLike, SessionLike, fresh_session
+from streamkv.summarize.asking import EngineLike, read_on
 from streamkv.summarize.cues import ReadWarnings
 from streamkv.summarize.interview import Interview
 from streamkv.summarize.ledger import Ledger
 from streamkv.summarize.plan import Plan, make_plan
 from streamkv.summarize.prompts import PROMPT_VERSION, SYSTEM
 from streamkv.summarize.readers import Transcript, open_transcript
-from streamkv.summarize.result import SegmentSummary, SummaryResult
-from streamkv.summarize.segments import Coverage, Segment, coverage_of_cues, cut_segments
+from streamkv.summarize.result import SummaryResult
+from streamkv.summarize.segments import Coverage, coverage_of_cues, cut_segments
 from streamkv.summarize.writer import SummaryFormat, output_path, write_summary
 
 
@@ -63,7 +64,7 @@ def summarize_file(
         path: the transcript.
         out: file or directory of the summary; `None`: beside the transcript.
         on_progress: called after each segment.
-        segment_tokens: most tokens of a segment; `None`: 512, or what the window has room for.
+        segment_tokens: most tokens of a segment; `None`: 320, or what the window has room for.
         format: of the summary.
         state_dir: directory of ledgers, from which an interrupted run goes on; `None`: a run that
             is interrupted begins anew.
@@ -107,7 +108,8 @@ class _Run:
         self._key = key
         self._session_name = f"summary-{key}"
         self._ledger = ledger
-        self._interview = Interview(engine, self._session_name, plan)
+        self._interview = Interview(engine, f"{self._session_name}-question", plan)
+        self._num_read = 0
         self._on_progress = on_progress
         self._started_s = time.monotonic()
 
@@ -142,35 +144,21 @@ class _Run:
 
     def _summarize_segments(self, total: Coverage) -> None:
         cues = self._transcript.cues(ReadWarnings(str(self._transcript.path)))
-        covered = Coverage()
-        with self._open_session() as session:
+        covered, num_chars = Coverage(), 0
+        with self._engine.session(self._session_name, system=SYSTEM) as session:
             for segment in cut_segments(cues, self._engine.count_tokens, self._plan.segment):
+                text = segment.text + "\n"
+                self._num_read += read_on(session, text, num_chars)
+                num_chars += len(text)
                 if segment.index not in self._ledger.summaries:
-                    self._ledger.finish_segment(self._summarize(session, segment))
+                    self._ledger.finish_segment(self._interview.summarize(segment))
                 covered += Coverage(segment.num_lines, segment.num_chars)
                 self._report(covered, total, segment.index + 1)
-
-    def _open_session(self) -> AbstractContextManager[SessionLike]:
-        """The session that reads the transcript; without a ledger nobody knows what it has read."""
-        if self._ledger.is_empty:
-            return fresh_session(self._engine, self._session_name)
-        return self._engine.session(self._session_name, system=SYSTEM)
-
-    def _summarize(self, session: SessionLike, segment: Segment) -> SegmentSummary:
-        before = self._ledger.summaries.get(segment.index - 1)
-        previous = [point.text for point in before.points] if before is not None else []
-        num_tokens = session.stats().num_tokens
-        begun = self._ledger.begun.get(segment.index)
-        # A turn is journaled whole or not at all, so that more tokens mean that it was said.
-        if begun is not None and num_tokens > begun:
-            return self._interview.summarize(None, segment, previous)
-        self._ledger.begin(segment.index, num_tokens)
-        return self._interview.summarize(session, segment, previous)
 
     def _report(self, covered: Coverage, total: Coverage, num_segments: int) -> None:
         if self._on_progress is None:
             return
-        num_tokens = self._interview.num_tokens
+        num_tokens = self._num_read + self._interview.num_tokens
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
         self._on_progress(
             SummaryProgress(

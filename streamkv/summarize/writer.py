@@ -127,7 +127,8 @@ def _warnings(result: SummaryResult) -> str:
 
 def _inline(text: str) -> str:
     """On one line, and harmless in Markdown: HTML would be run by a viewer."""
-    return " ".join(text.split()).replace("<", "&lt;")
+    shown = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(shown.split()).replace("<", "&lt;")
 
 
 def _write_atomically(path: Path, text: str) -> None:

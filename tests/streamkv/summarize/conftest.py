@@ -1,6 +1,6 @@
 """A scripted engine: what a run does is tested with answers that no small model gives on demand."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -9,11 +9,11 @@ from typing import Self
 import pytest
 
 from streamkv.config import EngineConfig
-from streamkv.outputs import Delta, FinishReason, Progress, SessionStats
+from streamkv.outputs import Delta, FinishReason, Progress
 from streamkv.sampling_params import SamplingParams
 
-# (prompt, asked apart from the transcript's session) to an answer, without its opening "-".
-Script = Callable[[str, bool], str]
+# A prompt to an answer, with its opening left out; ends with CUT_OFF if it reached max_tokens.
+Script = Callable[[str], str]
 CUT_OFF = "<cut off>"
 
 
@@ -24,12 +24,12 @@ def four_chars_a_token(text: str) -> int:
 
 @dataclass
 class ScriptedSession:
-    """Remembers what was said to it, across reopening."""
+    """Remembers what it was given, across reopening."""
 
     name: str
     engine: "ScriptedEngine"
+    fed: str = ""
     said: list[str] = field(default_factory=list)
-    text_chars: int = 0
 
     def __enter__(self) -> Self:
         return self
@@ -39,29 +39,29 @@ class ScriptedSession:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
+        /,
     ) -> None: ...
 
+    @property
+    def text_chars(self) -> int:
+        return len(self.fed)
+
     def feed(self, items: str) -> Iterator[Progress]:
-        self.text_chars += len(items)
-        yield Progress(1, 1, self.text_chars, 1.0)
+        self.fed += items
+        yield Progress(four_chars_a_token(items), 1, self.text_chars, 1.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)
-        self.text_chars += len(text)
 
-    def generate(self, params: SamplingParams) -> Iterator[Delta]:
-        answer = self.engine.script(self.said[-1], self.name.endswith("-apart"))
-        ended = not answer.endswith(CUT_OFF)
-        reason = FinishReason.STOP if ended else FinishReason.LENGTH
-        yield Delta(answer.removesuffix(CUT_OFF), 5, 9)
+    def generate(self, params: SamplingParams) -> Generator[Delta]:
+        answer = self.engine.script(self.said[-1])
+        reason = FinishReason.LENGTH if answer.endswith(CUT_OFF) else FinishReason.STOP
+        for word in answer.removesuffix(CUT_OFF).split(" "):
+            yield Delta(" " + word, 5, 9)
         yield Delta("", 6, 10, reason)
 
     def delete(self) -> None:
         self.engine.sessions.pop(self.name, None)
-
-    def stats(self) -> SessionStats:
-        num_tokens = four_chars_a_token("".join(self.said))
-        return SessionStats(self.name, num_tokens, num_tokens, 4, 0, self.text_chars, 0)
 
 
 @dataclass
@@ -84,8 +84,8 @@ class ScriptedEngine:
 
 
 @pytest.fixture
-def scripted() -> type[ScriptedEngine]:
-    """The class: give it a script."""
+def scripted() -> Callable[[Script], ScriptedEngine]:
+    """Makes an engine that answers by a script."""
     return ScriptedEngine
 
 

@@ -14,21 +14,23 @@ def check(text: str, *, ended: bool = True, not_again: tuple[str, ...] = ()) -> 
 
 def test_points_are_read_in_every_style() -> None:
     text = (
-        "Here are the points:\n- The review was moved.\n* Auditors need time.\n\n2) Nobody minded."
+        "Here they are:\n- The review was moved.\n* Auditors need time.\n\n2) Nobody minded that."
     )
     assert check(text).points == (
         "The review was moved.",
         "Auditors need time.",
-        "Nobody minded.",
+        "Nobody minded that.",
     )
 
 
 def test_at_most_three_points_are_kept_and_each_once() -> None:
-    text = "- First thing.\n- Second thing.\n- First thing.\n- Third thing.\n- Fourth thing."
-    assert check(text).points == ("First thing.", "Second thing.", "Third thing.")
+    text = "- It is one.\n- It is two.\n- It is one.\n- It is three.\n- It is four."
+    assert check(text).points == ("It is one.", "It is two.", "It is three.")
 
 
-@pytest.mark.parametrize("text", ["", "-", "- \n-\n", "...", "- Ok.", "Here are the points:"])
+@pytest.mark.parametrize(
+    "text", ["", "-", "- \n-\n", "...", "- Ok.", "- One two.", "Here are the points:"]
+)
 def test_crumbs_are_an_empty_answer(text: str) -> None:
     assert check(text) == Answer(problem=Problem.EMPTY)
 
@@ -43,13 +45,24 @@ def test_of_an_answer_that_was_cut_off_the_complete_part_is_kept() -> None:
     assert check("- The review was", ended=False) == Answer(problem=Problem.TRUNCATED)
 
 
+def test_what_says_no_more_than_its_opening_is_a_crumb() -> None:
+    text = "- They talk about.\n- They talk about the host.\n- They talk about forty new shelves."
+    answer = check_answer(text, ended=True, source="", opening="- They talk about")
+    assert answer.points == ("They talk about forty new shelves.",)
+
+
+def test_a_sentence_is_kept_once() -> None:
+    answer = check_answer("It is new. It is big. It is new.", ended=True, source="")
+    assert answer.points == ("It is new. It is big.",)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "- the plan is the plan is the plan is the plan is the plan",
         "- " + "ha" * 30,
         "- " + "漢字" * 20,
-        "\n".join(["- they talked about the weather."] * 5),
+        "\n".join(["- they talked about the weather today."] * 5),
     ],
 )
 def test_an_answer_that_goes_round_in_circles_is_none(text: str) -> None:

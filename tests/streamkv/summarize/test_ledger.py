@@ -18,21 +18,22 @@ SUMMARY = SegmentSummary(
 )
 
 
+OTHER = SegmentSummary(1, PLACE, Coverage(1, 2), (), ())
+
+
 def filled(path: Path) -> Ledger:
     ledger = Ledger.open(path)
-    ledger.begin(0, 17)
     ledger.finish_segment(SUMMARY)
-    ledger.begin(1, 500)
+    ledger.finish_segment(OTHER)
     return ledger
 
 
 def test_what_was_recorded_is_there_after_reopening(tmp_path: Path) -> None:
     path = tmp_path / "state" / "a.jsonl"
-    assert Ledger.open(path).is_empty
+    assert Ledger.open(path) == Ledger(path)
     filled(path).finish(Overall("All met.", ""))
     again = Ledger.open(path)
-    assert again.summaries == {0: SUMMARY}
-    assert again.begun == {0: 17, 1: 500}
+    assert again.summaries == {0: SUMMARY, 1: OTHER}
     assert again.overall == Overall("All met.", "")
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -41,22 +42,22 @@ def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> Non
     path = tmp_path / "a.jsonl"
     filled(path)
     whole = path.read_bytes()
-    first, second, third = whole.splitlines(keepends=True)
-    for length in range(len(third)):
-        path.write_bytes(first + second + third[:length])
+    first, second = whole.splitlines(keepends=True)
+    for length in range(len(second)):
+        path.write_bytes(first + second[:length])
         ledger = Ledger.open(path)
-        assert ledger.begun == {0: 17}
-        ledger.begin(1, 500)
+        assert ledger.summaries == {0: SUMMARY}
+        ledger.finish_segment(OTHER)
         assert path.read_bytes() == whole
 
 
 def test_nothing_after_an_unreadable_line_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     filled(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b'{"segment": {"index": 0}}\n' + lines[2])
-    assert Ledger.open(path).begun == {0: 17}
-    assert path.read_bytes() == lines[0]
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b'{"segment": {"index": 0}}\n' + second)
+    assert Ledger.open(path).summaries == {0: SUMMARY}
+    assert path.read_bytes() == first
 
 
 def test_without_a_path_it_lives_in_memory() -> None:

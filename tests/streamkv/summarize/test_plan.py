@@ -9,7 +9,7 @@ def four_chars_a_token(text: str) -> int:
 
 
 def test_the_sizes_follow_the_window() -> None:
-    assert make_plan(four_chars_a_token, 2048, None) == Plan(segment=512, answer=120)
+    assert make_plan(four_chars_a_token, 2048, None) == Plan(segment=320, answer=120)
     small = make_plan(four_chars_a_token, 256, None)
     assert small.answer == 32
     assert small.segment + small.answer < 256
