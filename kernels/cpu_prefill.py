@@ -202,11 +202,11 @@ class _Masks:
 
 
 def _tiles(keys: _Keys, tokens: Tensor, num_queries: int, masks: _Masks) -> tuple[Tile, ...]:
-    tiles, first = [], 0
-    for queries in tokens.split(num_queries):
-        rows = slice(first, first + queries.shape[0] * masks.group)
+    tiles = []
+    for first in range(0, tokens.shape[0], num_queries):
+        queries = tokens[first : first + num_queries]
+        rows = slice(first * masks.group, (first + queries.shape[0]) * masks.group)
         tiles.append(_tile(keys, queries, rows, masks))
-        first = rows.stop
     return tuple(tiles)
 
 
