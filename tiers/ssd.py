@@ -5,6 +5,7 @@ Invariant: LMDB's errors leave this module as `StoreError`s, a full map and a fu
 imports lmdb; it does not know records, limits or eviction.
 """
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -16,12 +17,13 @@ from typing import Any, Self, TypeVar
 
 import lmdb
 
-from streamkv.errors import StoreError, StoreFormatError
+from streamkv.errors import StoreError, StoreFormatError, StoreLockedError
 from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import PieceLayout
 from streamkv.tiers.store_file import NoRoomError, StoreReadError
 from streamkv.tiers.store_files import (
     DATA_FILE,
+    OWNER_FILE,
     READERS_FILE,
     allocate_lock_file,
     sync_path,
@@ -84,8 +86,9 @@ class LmdbFile:
             )
         try:
             self.page_bytes = int(self._env.stat()["psize"])
-            self.forget_dead_readers()
-            self._mend_truncation()
+            with self._errors():
+                self._env.reader_check()
+                self._mend_truncation()
         except BaseException:
             self._env.close()
             raise
@@ -176,7 +179,8 @@ class LmdbFile:
             databases = self._databases(txn)
             stored = opened if is_new else self._stored_format(txn, databases)
             stored.check(opened, self.path)
-            txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
+            if is_new or stored != opened:  # a full disk may have no page for the same again
+                txn.put(FORMAT_KEY, opened.pack(), db=databases["format"])
             fault_point("ssd.commit")
             return stored, databases
 
@@ -207,10 +211,15 @@ class LmdbFile:
         size = (self.path / DATA_FILE).stat().st_size
         if size >= wanted:
             return
-        if self.readonly:
-            raise StoreError(f"{self.path / DATA_FILE} was cut short. Open it for writing once.")
-        logger.warning("%s was cut from %d to %d bytes", self.path / DATA_FILE, wanted, size)
-        os.truncate(self.path / DATA_FILE, wanted)  # what is gone reads as zeros: misses
+        with contextlib.ExitStack() as owned:
+            if self.readonly:
+                try:
+                    owner = FileLock(self.path / OWNER_FILE, named=False, remedy="")
+                except StoreLockedError:
+                    return  # a writer has seen to it, and what it never wrote it does not use
+                owned.callback(owner.close)
+            logger.warning("%s was cut from %d to %d bytes", self.path / DATA_FILE, wanted, size)
+            os.truncate(self.path / DATA_FILE, wanted)  # what is gone reads as zeros: misses
 
 
 def _map_bytes(path: Path, limit_bytes: int) -> int:

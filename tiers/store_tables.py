@@ -210,7 +210,7 @@ class Tables:
         rows: dict[str, list[BlockKey]] = {}
         with txn.cursor(self._manifests) as cursor:
             for name, row in cursor:
-                session = bytes(name)[: -_INDEX.size - 1].decode()
+                session = bytes(name)[: -_INDEX.size - 1].decode(errors="replace")
                 rows.setdefault(session, []).extend(_split_keys(bytes(row)))
         return {session: tuple(keys) for session, keys in rows.items()}
 
