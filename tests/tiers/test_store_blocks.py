@@ -27,7 +27,11 @@ from streamkv.errors import StoreError
 spec = importlib.util.spec_from_file_location("blocks", {test_file!r})
 blocks = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(blocks)
+from streamkv.tiers.ssd import SsdReader
 try:
+    if {reader_first}:
+        with SsdReader(Path({path!r})) as reader:
+            reader.verify()
     with blocks.open_tier(Path({path!r})) as tier:
         found = [blocks.read(tier, number) for number in range(8)]
         tier.verify()
@@ -150,15 +154,16 @@ def test_a_damaged_header_is_a_miss_and_can_be_replaced(tmp_path: Path) -> None:
         assert list(tier.keys()) == [key(1)]
 
 
+@pytest.mark.parametrize("reader_first", [False, True])
 @pytest.mark.parametrize("num_pages", [2, 20, 80])
 def test_a_file_that_was_cut_short_is_refused_or_read_with_misses(
-    tmp_path: Path, num_pages: int
+    tmp_path: Path, num_pages: int, reader_first: bool
 ) -> None:
     fill(tmp_path, "raw", *range(8))
     size = (tmp_path / "data.mdb").stat().st_size
     os.truncate(tmp_path / "data.mdb", size - num_pages * 4096)
     # In a process of its own: reading a map beyond the end of its file would kill it.
-    script = CUT_SHORT.format(path=str(tmp_path), test_file=__file__)
+    script = CUT_SHORT.format(path=str(tmp_path), test_file=__file__, reader_first=reader_first)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("refused", "misses")

@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 
 from streamkv.errors import StoreError
-from streamkv.tiers.store_files import BALLAST_BYTES, Ballast, prepare_directory, sync_path
+from streamkv.tiers.store_files import (
+    BALLAST_BYTES,
+    Ballast,
+    allocate_lock_file,
+    prepare_directory,
+    sync_path,
+)
 
 
 def test_a_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
@@ -21,6 +27,17 @@ def test_a_directory_that_cannot_be_made_is_refused_with_a_remedy(tmp_path: Path
         prepare_directory(tmp_path / "file")
     with pytest.raises(StoreError):
         prepare_directory(Path("/proc/streamkv"))
+
+
+def test_the_lock_file_gets_its_space_once(tmp_path: Path) -> None:
+    allocate_lock_file(tmp_path)
+    file = tmp_path / "lock.mdb"
+    assert file.stat().st_size == 128 << 10
+    assert file.stat().st_blocks * 512 >= 128 << 10
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_bytes(b"x" * 65664)
+    allocate_lock_file(tmp_path)
+    assert file.read_bytes() == b"x" * 65664
 
 
 def test_ballast_takes_space_and_gives_it_back(tmp_path: Path) -> None:

@@ -318,6 +318,57 @@ def test_a_disk_filled_by_others_is_lived_with(small_disk: Path) -> None:
         assert tier.verify().num_ok == tier.usage().num_blocks
 
 
+def test_a_store_can_be_opened_and_emptied_on_a_full_disk(small_disk: Path) -> None:
+    with open_tier(small_disk / "store", limit_bytes=64 * MIB) as tier:
+        write(tier, *range(40))
+        tier.set_manifest("diary", [key(1)])
+    with (small_disk / "other").open("wb", buffering=0) as other, pytest.raises(OSError):
+        while True:
+            other.write(bytes(4096))
+    with open_tier(small_disk / "store", limit_bytes=64 * MIB) as tier:
+        assert read(tier, 1)
+        tier.delete_session("diary")
+        assert not read(tier, 1)
+        assert write(tier, 100) == 1
+        assert read(tier, 100)
+        tier.check_integrity()
+
+
+OPEN = """
+import importlib.util, sys
+from pathlib import Path
+from streamkv.errors import StoreError
+spec = importlib.util.spec_from_file_location("writer_tests", sys.argv[1])
+tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tests)
+try:
+    tests.open_tier(Path(sys.argv[2]))
+except StoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("free_bytes", [0, 64 << 10, 200 << 10])
+def test_opening_a_new_store_on_a_full_disk_is_refused(small_disk: Path, free_bytes: int) -> None:
+    (small_disk / "store").mkdir()
+    (small_disk / "store" / "owner.lock").write_bytes(b"{}")
+    (small_disk / "reserved").write_bytes(bytes(free_bytes))
+    with (small_disk / "other").open("wb", buffering=0) as other, pytest.raises(OSError):
+        while True:
+            other.write(bytes(4096))
+    (small_disk / "reserved").unlink()
+    # In a process of its own: a write through a map would kill it.
+    command = [sys.executable, "-c", OPEN, __file__, str(small_disk / "store")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if free_bytes < 128 << 10:
+        assert "Free some space" in done.stdout
+    (small_disk / "other").unlink()
+    with open_tier(small_disk / "store") as tier:
+        assert write(tier, 1) == 1
+        assert read(tier, 1)
+
+
 STALE = """
 import sys
 from pathlib import Path
