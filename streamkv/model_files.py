@@ -110,6 +110,8 @@ def _convert(source: Path, target: Path, say: OnProgress) -> None:
                 dtype=torch.bfloat16,
             )
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+            # Older readers of GGUF tokenizers mistake the first special token for the last.
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
     # What a damaged or unknown file makes of the readers below is not one kind of exception.
