@@ -1,33 +1,14 @@
 """Runs command lines in this process, so that torch is imported once."""
 
 import io
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import pytest
+from cli_runner import Ran, Run
 
 from streamkv.cli.app import execute
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a command printed and exited with."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Its standard output, which must be JSON and nothing else."""
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -43,8 +24,9 @@ def run(
 ) -> Run:
     """`run("chat", "diary", stdin="hello\\n")`: one command line."""
 
-    def command(*args: object, stdin: str = "") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def command(*args: object, stdin: str | IO[str] = "") -> Ran:
+        given = io.StringIO(stdin) if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", given)
         capsys.readouterr()
         code = execute([str(arg) for arg in args])
         printed = capsys.readouterr()

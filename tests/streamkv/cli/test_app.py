@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_runner import Run
 
 from streamkv.cli import app
 from streamkv.cli.exit_codes import ExitCode, exit_code_of
@@ -18,6 +19,7 @@ from streamkv.errors import (
     SessionError,
     StoreFormatError,
     StoreLockedError,
+    StreamKVError,
     UnsupportedModelError,
 )
 
@@ -37,11 +39,11 @@ from streamkv.errors import (
         (ServerError("x"), 5),
     ],
 )
-def test_every_error_has_its_exit_status(error, code):
+def test_every_error_has_its_exit_status(error: StreamKVError, code: int) -> None:
     assert exit_code_of(error) == code
 
 
-def test_help_needs_neither_torch_nor_transformers():
+def test_help_needs_neither_torch_nor_transformers() -> None:
     program = (
         "import sys; from streamkv.cli.app import execute; assert execute(['--help']) == 0; "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -51,7 +53,7 @@ def test_help_needs_neither_torch_nor_transformers():
     assert "chat" in done.stdout
 
 
-def test_python_m_streamkv_is_the_command_line():
+def test_python_m_streamkv_is_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "streamkv", "--version"], capture_output=True, text=True
     )
@@ -66,7 +68,7 @@ def test_python_m_streamkv_is_the_command_line():
         ([], "error: Missing command. See: streamkv --help\n"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_2(run, args, line):
+def test_a_wrong_command_line_is_one_line_and_2(run: Run, args: list[str], line: str) -> None:
     ran = run(*args)
     assert (ran.code, ran.out, ran.err) == (2, "", line)
 
@@ -83,7 +85,9 @@ def test_a_wrong_command_line_is_one_line_and_2(run, args, line):
         (["--temperature", "-1"], "temperature=-1.0: out of range."),
     ],
 )
-def test_a_bad_option_names_field_and_value(run, where, store, args, field):
+def test_a_bad_option_names_field_and_value(
+    run: Run, where: list[str], store: Path, args: list[str], field: str
+) -> None:
     ran = run("chat", *where, *args)
     assert ran.code == ExitCode.USAGE
     assert ran.err.startswith(f"error: {field}")
@@ -91,20 +95,22 @@ def test_a_bad_option_names_field_and_value(run, where, store, args, field):
     assert not store.exists()
 
 
-def test_an_unknown_model_is_3(run, tmp_path):
+def test_an_unknown_model_is_3(run: Run, tmp_path: Path) -> None:
     ran = run("chat", "--model", tmp_path / "no such model.gguf")
     assert ran.code == ExitCode.MODEL
     assert "no such file" in ran.err
 
 
-def test_a_store_that_cannot_be_made_is_4(run, tiny_model_dir, tmp_path):
+def test_a_store_that_cannot_be_made_is_4(run: Run, tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ran = run("chat", "--model", tiny_model_dir, "--store", tmp_path / "file" / "store")
     assert ran.code == ExitCode.STORE
     assert "Use a directory that you may write." in ran.err
 
 
-def test_a_store_of_another_model_is_4(run, small, tiny_model_dir, tmp_path):
+def test_a_store_of_another_model_is_4(
+    run: Run, small: list[str], tiny_model_dir: Path, tmp_path: Path
+) -> None:
     assert run("chat", "a", *small).code == 0
     other = tmp_path / "other"
     other.mkdir()
@@ -118,7 +124,7 @@ def test_a_store_of_another_model_is_4(run, small, tiny_model_dir, tmp_path):
     assert "holds model" in ran.err
 
 
-def test_a_bug_shows_its_traceback_and_70(run, monkeypatch):
+def test_a_bug_shows_its_traceback_and_70(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("ours")
 
@@ -129,7 +135,9 @@ def test_a_bug_shows_its_traceback_and_70(run, monkeypatch):
     assert "bug of streamkv" in ran.err
 
 
-def test_the_default_store_is_named_after_the_model(run, tiny_model_dir: Path, data_home):
+def test_the_default_store_is_named_after_the_model(
+    run: Run, tiny_model_dir: Path, data_home: Path
+) -> None:
     assert run("chat", "a", "--model", tiny_model_dir, "--window", "64").code == 0
     [made] = data_home.iterdir()
     assert made.name.startswith(tiny_model_dir.name + "-")

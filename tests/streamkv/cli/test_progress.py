@@ -14,7 +14,7 @@ class HandClock:
         return self.now_s
 
 
-def test_nothing_is_shown_within_two_seconds(capsys):
+def test_nothing_is_shown_within_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = HandClock()
     with ProgressDisplay(Output(), "reading", clock) as display:
         display.update(0.0, "0 tokens")
@@ -23,7 +23,7 @@ def test_nothing_is_shown_within_two_seconds(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_lines_say_amount_rate_and_time_left(capsys):
+def test_lines_say_amount_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     clock = HandClock()
     with ProgressDisplay(Output(), "reading", clock) as display:
         for fraction in (0.5, 0.6, 0.7, 0.75):
@@ -35,7 +35,9 @@ def test_lines_say_amount_rate_and_time_left(capsys):
     ).replace("%", "%,")
 
 
-def test_an_unknown_end_has_no_fraction_and_no_time_left(capsys):
+def test_an_unknown_end_has_no_fraction_and_no_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     clock = HandClock()
     with ProgressDisplay(Output(), "reading", clock) as display:
         display.update(None, "1 tokens")
@@ -44,7 +46,7 @@ def test_an_unknown_end_has_no_fraction_and_no_time_left(capsys):
     assert capsys.readouterr().err == "reading: 2 tokens\n"
 
 
-def test_json_has_no_progress(capsys):
+def test_json_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     clock = HandClock()
     with ProgressDisplay(Output(as_json=True), "reading", clock) as display:
         clock.now_s += 10
@@ -52,7 +54,9 @@ def test_json_has_no_progress(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_a_bar_that_goes_away(capsys, monkeypatch):
+def test_a_terminal_shows_a_bar_that_goes_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     clock = HandClock()
@@ -68,5 +72,5 @@ def test_a_terminal_shows_a_bar_that_goes_away(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
 )
-def test_durations_for_people(seconds, shown):
+def test_durations_for_people(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
