@@ -16,6 +16,7 @@ import streamkv
 from streamkv.cli import bench, cache, session
 from streamkv.cli.chat import chat
 from streamkv.cli.console import print_error, warnings_as_lines
+from streamkv.cli.demo import demo
 from streamkv.cli.doctor import doctor
 from streamkv.cli.exit_codes import ExitCode, exit_code_of
 from streamkv.cli.serve import serve
@@ -41,6 +42,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_global_options)
+    app.command()(demo)
     app.command()(chat)
     app.command()(serve)
     app.command()(summarize)

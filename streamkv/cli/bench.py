@@ -91,6 +91,7 @@ def ppl(
     text = TextFile.check(file)
     with open_engine(options, output) as engine, engine.session("bench") as session:
         result = measure_perplexity(session, text, tokens, first, output)
+        setting = _setting(engine)
     config = options.config
     output.line(
         f"{result.mean_nll:.4f} nats, perplexity {result.perplexity:.2f}, "
@@ -98,7 +99,7 @@ def ppl(
         f"indices {result.first_index:,} to {result.last_index:,}; {config.num_sink_tokens} sink "
         f"tokens, window {config.window_size:,})"
     )
-    output.json({"file": str(file), **_setting(options), **asdict(result)})
+    output.json({"file": str(file), **setting, **asdict(result)})
 
 
 @with_bare_engine
@@ -120,12 +121,13 @@ def decode(
     require_int("context", context, 1)
     with open_engine(options, output) as engine, engine.session("bench") as session:
         result = measure_decode(engine, session, tokens, context, output)
+        setting = _setting(engine)
     output.line(
         f"{result.tokens_per_s:.1f} tokens/s: median {result.median_ms:.2f} ms, 90 % under "
         f"{result.p90_ms:.2f}, worst {result.max_ms:.2f} ({result.num_tokens} tokens after "
         f"{result.context:,}, window {config.window_size:,})"
     )
-    output.json({**_setting(options), **asdict(result)})
+    output.json({**setting, **asdict(result)})
 
 
 def measure_perplexity(
@@ -136,7 +138,8 @@ def measure_perplexity(
     Raises:
         InputError: the text is shorter.
     """
-    total, count, started = 0.0, 0, time.perf_counter()
+    total, count = 0.0, 0
+    begun = started = time.perf_counter()
     num_before = session.num_tokens
     with ProgressDisplay(output, f"scoring {text.path.name}") as display:
         for score in _first_scores(session, text, num_before + num_tokens):
@@ -146,7 +149,7 @@ def measure_perplexity(
             else:
                 total -= score.logprob
                 count += 1
-            rate = count / max(time.perf_counter() - started, 1e-9)
+            rate = index / max(time.perf_counter() - begun, 1e-9)
             display.update(index / num_tokens, f"{index:,} tokens, {rate:,.0f} tokens/s")
     seconds = max(time.perf_counter() - started, 1e-9)
     if count < num_tokens - 1 - first_index:
@@ -212,11 +215,11 @@ def _arbitrary_ids(vocab_size: int, num_tokens: int) -> Iterator[list[int]]:
         yield [7919 * n % vocab_size for n in range(start, min(start + 512, num_tokens))]
 
 
-def _setting(options: EngineOptions) -> dict[str, object]:
-    config = options.config
+def _setting(engine: "Engine") -> dict[str, object]:
+    config = engine.config
     return {
-        "model": options.model,
-        "dtype": config.dtype,
+        "model": engine.model_name,
+        "dtype": engine.model.spec.dtype,
         "window_size": config.window_size,
         "num_sink_tokens": config.num_sink_tokens,
         "prefill_chunk": config.prefill_chunk,

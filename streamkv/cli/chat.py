@@ -15,6 +15,7 @@ from streamkv.cli.console import Output
 from streamkv.cli.feed import Feeder
 from streamkv.cli.opening import open_engine, resumable
 from streamkv.cli.options import EngineOptions, JsonOption, with_engine, with_sampling
+from streamkv.cli.text_file import stdin_lines
 from streamkv.errors import InputError
 from streamkv.names import validate_session_name
 from streamkv.outputs import Delta
@@ -78,7 +79,7 @@ class Conversation:
     def run(self) -> None:
         """Until the input ends, /quit, or a second Ctrl-C, which is raised."""
         interactive = sys.stdin.isatty() and not self._output.as_json
-        lines = _typed_lines() if interactive else _piped_lines()
+        lines = _typed_lines() if interactive else stdin_lines()
         while True:
             try:
                 line = next(lines)
@@ -146,12 +147,3 @@ def _typed_lines() -> Iterator[str]:
             yield input(PROMPT)
         except EOFError:
             return
-
-
-def _piped_lines() -> Iterator[str]:
-    """Lines of standard input; a byte that is no UTF-8 is an error that names its line."""
-    for number, line in enumerate(sys.stdin, start=1):
-        if any("\ud800" <= char <= "\udfff" for char in line):
-            problem = f"line {number} is not UTF-8"
-            raise InputError("stdin", line, problem, "Convert it to UTF-8 first.")
-        yield line

@@ -1,4 +1,4 @@
-"""What a command exits with. Scripts rely on these numbers; `docs/guide.md` lists them."""
+"""What a command exits with. Scripts rely on these numbers."""
 
 from enum import IntEnum
 

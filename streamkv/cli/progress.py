@@ -16,6 +16,8 @@ from streamkv.cli.console import Output
 
 QUIET_S = 2.0
 LINE_EVERY_S = 5.0
+LEAST_FRACTION = 0.005
+"""Done before the time left is more than a guess."""
 
 
 class ProgressDisplay:
@@ -72,7 +74,7 @@ class ProgressDisplay:
 
     def _time_left(self, fraction: float | None, elapsed: float) -> str:
         first = self._first_fraction
-        if fraction is None or first is None or fraction <= first:
+        if fraction is None or first is None or fraction - first < LEAST_FRACTION:
             return ""
         return format_duration(elapsed * (1 - fraction) / (fraction - first))
 

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +29,7 @@ from streamkv.cli.options import (
 from streamkv.cli.places import chosen_store
 from streamkv.cli.progress import format_duration
 from streamkv.cli.session_view import SessionView, view_session, view_sessions
+from streamkv.cli.text_file import stdin_lines
 from streamkv.config import format_size
 from streamkv.errors import InputError
 from streamkv.journal import delete_journal
@@ -147,7 +147,7 @@ def feed(
         feeder = Feeder(session, options.store, output)
         for file in files:
             if file == "-":
-                feeder.feed_pieces(sys.stdin, "standard input")
+                feeder.feed_pieces(stdin_lines(newline=""), "standard input")
             else:
                 feeder.feed(Path(file).expanduser(), again=again)
 

@@ -1,4 +1,4 @@
-"""A text file as pieces of characters, from any character on.
+"""Text from files and from standard input, in pieces, from any character on.
 
 Invariant: characters are those of the file, line ends included; a byte that is no UTF-8 is refused
 before anything of the file is used. Memory does not grow with the file.
@@ -6,6 +6,8 @@ before anything of the file is used. Memory does not grow with the file.
 
 import codecs
 import hashlib
+import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +63,24 @@ class TextFile:
             if num_chars == 0:
                 break
         return hashed.hexdigest()
+
+
+def stdin_lines(newline: str | None = None) -> Iterator[str]:
+    """Lines of standard input.
+
+    Args:
+        newline: "" keeps line ends as they are, `None` makes each a newline.
+
+    Raises:
+        InputError: a line is not UTF-8; names the line.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline=newline)
+    for number, line in enumerate(sys.stdin, start=1):
+        if any("\ud800" <= char <= "\udfff" for char in line):
+            remedy = "Convert it first, for example with iconv -t UTF-8."
+            raise InputError("stdin", line, f"line {number} is not UTF-8", remedy)
+        yield line
 
 
 def _decoded(path: Path) -> Iterator[str]:

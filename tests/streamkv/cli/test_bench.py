@@ -29,6 +29,7 @@ def test_perplexity_is_of_the_predictions_in_the_range(
     assert ran["num_predictions"] == 299
     assert (ran["first_index"], ran["last_index"]) == (100, 398)
     assert ran["tokens_per_s"] > 0
+    assert ran["dtype"] == "float32"
     chunked = run("bench", "ppl", *args, "--chunk", 37, "--json").json
     assert chunked["mean_nll"] == pytest.approx(mean, abs=1e-5)
     shown = run("bench", "ppl", *args).out

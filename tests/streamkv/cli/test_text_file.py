@@ -1,8 +1,9 @@
+import io
 from pathlib import Path
 
 import pytest
 
-from streamkv.cli.text_file import PIECE_CHARS, TextFile
+from streamkv.cli.text_file import PIECE_CHARS, TextFile, stdin_lines
 from streamkv.errors import InputError
 
 
@@ -32,6 +33,21 @@ def test_the_place_of_a_bad_byte_is_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"a" * 20_000 + b"\xff" + b"a" * 100)
     with pytest.raises(InputError, match="near byte 20000"):
         TextFile.check(tmp_path / "text")
+
+
+def test_standard_input_is_utf8_with_its_line_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.TextIOWrapper(io.BytesIO("é\r\n🙂".encode()), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", given)
+    assert list(stdin_lines(newline="")) == ["é\r\n", "🙂"]
+
+
+def test_a_bad_line_of_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"fine\ncaf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", given)
+    lines = stdin_lines()
+    assert next(lines) == "fine\n"
+    with pytest.raises(InputError, match="line 2 is not UTF-8"):
+        next(lines)
 
 
 def test_a_character_that_is_cut_off_is_refused(tmp_path: Path) -> None:
