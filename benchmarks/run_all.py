@@ -1,0 +1,156 @@
+"""Run all benchmarks in order, print what they found, and bring the README's figures up to date.
+
+    python benchmarks/run_all.py --data DIR             everything, about half an hour on 2 cores
+    python benchmarks/run_all.py --data DIR --only decode store
+    python benchmarks/run_all.py --summary              only the table and the README, from results/
+
+The table is made from `results/*.json`; the README's lies between the lines `<!-- figures -->` and
+`<!-- /figures -->`. A benchmark that fails does not keep the others from running.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report import RESULTS
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+class Benchmark(NamedTuple):
+    """A script here.
+
+    Attributes:
+        name: without `.py`; also of its result.
+        reads_book: whether it takes `--data`.
+        has_quick: whether it takes `--quick`.
+    """
+
+    name: str
+    reads_book: bool = False
+    has_quick: bool = True
+
+
+BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
+    Benchmark("perplexity", reads_book=True, has_quick=False),
+    Benchmark("scoring", reads_book=True),
+    Benchmark("decode"),
+    Benchmark("store"),
+    Benchmark("resume"),
+    Benchmark("memory"),
+    Benchmark("sessions"),
+)
+
+
+def run(benchmark: Benchmark, data: Path | None, quick: bool) -> bool:
+    """Run one in a process of its own; returns whether it kept its bounds."""
+    command = [sys.executable, str(HERE / f"{benchmark.name}.py")]
+    if benchmark.reads_book:
+        command += ["--data", str(data)]
+    if quick:
+        command.append("--quick")
+    print(f"\n== {benchmark.name}", flush=True)
+    return subprocess.run(command).returncode == 0
+
+
+def results() -> list[dict[str, Any]]:
+    """The result of every benchmark that has one, in order."""
+    paths = [RESULTS / f"{benchmark.name}.json" for benchmark in BENCHMARKS]
+    return [json.loads(path.read_text()) for path in paths if path.is_file()]
+
+
+def bound_of(figure: dict[str, Any]) -> str:
+    """What was asked for, in words; empty if nothing was."""
+    if "bound" not in figure:
+        return ""
+    if "tolerance" in figure:
+        return f"{figure['bound']:g} ± {figure['tolerance']:g}"
+    return f"{'≤' if figure['better'] == 'lower' else '≥'} {figure['bound']:g}"
+
+
+def peers_of(figure: dict[str, Any]) -> str:
+    """What others reached, in words."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in figure.get("peers", {}).items())
+
+
+def table(reports: list[dict[str, Any]]) -> list[str]:
+    """Markdown table of all figures; a missed bound is in bold."""
+    rows = ["| benchmark | figure | value | asked for | peers |", "|---|---|---|---|---|"]
+    for report in reports:
+        for name, figure in report["figures"].items():
+            value = f"{figure['value']:.5g} {figure['unit']}"
+            shown = value if figure["ok"] else f"**{value} (missed)**"
+            cells = [report["benchmark"], name, shown, bound_of(figure), peers_of(figure)]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def sources(reports: list[dict[str, Any]]) -> list[str]:
+    """On which machine, with which versions, at which commits."""
+    made: dict[str, list[str]] = {}
+    for report in reports:
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        made.setdefault(f"{report['machine']}; {versions}", []).append(
+            f"{report['benchmark']} at {report['commit']}"
+        )
+    return [f"{where} ({', '.join(names)})." for where, names in made.items()]
+
+
+def rewrite_readme(lines: list[str]) -> bool:
+    """Put `lines` between the README's markers; False if it has none."""
+    text = README.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN + "\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        return False
+    body = "\n".join(lines)
+    README.write_text(f"{before}{begin}\n{body}\n\n{end}{after}", encoding="utf-8")
+    return True
+
+
+def summarize() -> None:
+    """Print the table and bring the README up to date."""
+    reports = results()
+    lines = [*table(reports), "", *sources(reports)]
+    print("\n".join(lines))
+    if not rewrite_readme(lines):
+        print(f"note: {README} has no lines {BEGIN} and {END}, so it was left as it is")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser.add_argument("--data", type=Path, help="folder with books/")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--quick", action="store_true", help="try them, small; writes nothing")
+    parser.add_argument("--summary", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
+    if any(b.reads_book for b in chosen) and options.data is None and not options.summary:
+        parser.error("some of these read a book: give its folder with --data")
+    options.chosen = [b for b in chosen if b.has_quick or not options.quick]
+    return options
+
+
+def main() -> int:
+    """Run what was chosen; 0 if every bound is kept."""
+    options = parse()
+    kept = True
+    if not options.summary:
+        outcomes = [run(each, options.data, options.quick) for each in options.chosen]
+        kept = all(outcomes)
+    if not options.quick:
+        summarize()
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
