@@ -6,7 +6,6 @@ load: by structure here, by number in `model_probe`.
 """
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from streamkv.tiers.spec import DTYPE_BYTES, KVSpec
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 REMEDY = "Use a decoder of the Llama, Mistral, Qwen2 or Qwen3 type, such as 'smollm2-135m'."
 
-_log = logging.getLogger(__name__)
-
 
 class ModelAdapter:
     """A loaded model.
@@ -43,6 +40,7 @@ class ModelAdapter:
     Attributes:
         name: as given by the caller.
         tokenizer_dir: directory with the tokenizer's files.
+        model, base: the transformers model, and its decoder without the head.
         architecture: class name of the model in transformers.
         spec: layout of its KV.
         num_q_heads, head_dim, hidden_size, vocab_size: sizes.
@@ -107,6 +105,7 @@ class ModelAdapter:
             on_progress: called with a line for people before anything that takes seconds.
 
         Raises:
+            ConfigError: a dtype that no KV has.
             ModelError: not found, or its files are damaged.
             UnsupportedModelError: attention here would differ from the model's own.
         """
