@@ -15,7 +15,6 @@ from typing import Protocol, Self
 from streamkv.config import EngineConfig
 from streamkv.outputs import Delta, FinishReason, Progress
 from streamkv.sampling_params import SamplingParams
-from streamkv.summarize.answers import MAX_POINTS
 from streamkv.summarize.prompts import SYSTEM
 
 RETRY_TEMPERATURE = 0.5
@@ -74,7 +73,7 @@ class Question:
     prompt: str
     opening: str
     max_tokens: int
-    max_lines: int = MAX_POINTS
+    max_lines: int
     retry: bool = False
 
     @property

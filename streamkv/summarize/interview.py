@@ -5,17 +5,16 @@ becomes a `Gap` that says so. Invariant: the points and gaps made of a segment c
 module knows neither files nor the order of a run.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
-from streamkv.summarize.answers import Answer, check_answer
+from streamkv.summarize.answers import MAX_POINTS, Answer, check_answer
 from streamkv.summarize.asking import EngineLike, Question, ask
 from streamkv.summarize.plan import Plan
 from streamkv.summarize.prompts import (
+    NOTES_LEAD,
+    NOTES_OPENING,
     OPENING,
-    OVERALL_OPENING,
-    group_prompt,
-    overall_prompt,
+    notes_prompt,
     segment_prompt,
     tasks,
 )
@@ -74,19 +73,24 @@ class Interview:
 
     def _ask_about(self, segment: Segment, *, retry: bool) -> Answer:
         prompt = segment_prompt(segment.text)
-        return self._ask(Question(prompt, OPENING, self._plan.answer, retry=retry), segment.text)
+        return self._ask(
+            Question(prompt, OPENING, self._plan.answer, MAX_POINTS, retry), segment.text
+        )
 
     def _ask_about_group(self, notes: str, retry: bool) -> tuple[str, ...] | None:
-        question = Question(group_prompt(notes), OPENING, self._plan.answer, retry=retry)
-        answer = self._ask(question)
-        return answer.points if answer.problem is None else None
+        answer = self._ask(self._about_notes(notes, retry=retry))
+        if answer.problem is not None:
+            return None
+        return tuple(point.removeprefix(NOTES_LEAD) for point in answer.points)
 
     def _ask_about_all(self, notes: str) -> Answer:
-        question = Question(overall_prompt(notes), OVERALL_OPENING, self._plan.answer)
-        answer = self._ask(question)
+        answer = self._ask(self._about_notes(notes, retry=False))
         if answer.problem is None:
             return answer
-        return self._ask(dataclasses.replace(question, retry=True))
+        return self._ask(self._about_notes(notes, retry=True))
+
+    def _about_notes(self, notes: str, *, retry: bool) -> Question:
+        return Question(notes_prompt(notes), NOTES_OPENING, self._plan.answer, MAX_POINTS, retry)
 
     def _ask(self, question: Question, source: str = "") -> Answer:
         """Ask and check; without a `source`: notes on notes may be taken over word for word."""

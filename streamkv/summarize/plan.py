@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from streamkv.errors import ConfigError
-from streamkv.summarize.prompts import group_prompt, overall_prompt, segment_prompt
+from streamkv.summarize.prompts import notes_prompt, segment_prompt
 from streamkv.summarize.reduction import Limits
 from streamkv.summarize.segments import MIN_SEGMENT_TOKENS, CountTokens
 
@@ -33,7 +33,7 @@ def make_plan(count_tokens: CountTokens, window_size: int, segment_tokens: int |
         ConfigError: the window is too small, or has no room for `segment_tokens`.
     """
     answer = min(MAX_ANSWER_TOKENS, window_size // 8)
-    prompts = (segment_prompt(""), group_prompt(""), overall_prompt(""))
+    prompts = (segment_prompt(""), notes_prompt(""))
     frame = max(map(count_tokens, prompts)) + _TURN_TOKENS
     room = window_size - frame - answer
     if room < max(MIN_SEGMENT_TOKENS, 2 * answer):

@@ -6,17 +6,17 @@ best. The transcript stands between marks that do not occur in it, as data.
 
 PROMPT_VERSION = 1
 SYSTEM = "You take notes. You write short, factual notes about the text you are shown."
-# Makes the answer speak about the text. A small model left to itself goes on with the text instead.
+# An answer that begins like this speaks about the text; a small model left to itself continues it.
 OPENING = "- They talk about"
-OVERALL_OPENING = "The transcript is about"
+# "the" keeps it from making a list, of which only the heading would be a sentence.
+NOTES_LEAD = "The main topics are "
+NOTES_OPENING = NOTES_LEAD + "the"
 _SEGMENT = "Part of a transcript:\n{quoted}\n\n"
 _SEGMENT_TASK = (
     "What was said in this part? Answer with 1 to 3 short bullet points, in your own words."
 )
-_GROUP = "Notes on a part of a transcript, in order:\n{quoted}\n"
-_GROUP_TASK = "Shorten these notes to at most 3 short bullet points."
-_OVERALL = "Notes on a whole transcript, in order:\n{quoted}\n"
-_OVERALL_TASK = "What is this transcript about? Answer in 2 to 3 short sentences."
+_NOTES = "Notes:\n{quoted}\n\n"
+_NOTES_TASK = "Summarize these notes in one short sentence."
 
 
 def segment_prompt(text: str) -> str:
@@ -24,19 +24,14 @@ def segment_prompt(text: str) -> str:
     return _SEGMENT.format(quoted=quote(text)) + _SEGMENT_TASK
 
 
-def group_prompt(notes: str) -> str:
-    """Asks for fewer notes on several consecutive parts."""
-    return _GROUP.format(quoted=quote(notes)) + _GROUP_TASK
-
-
-def overall_prompt(notes: str) -> str:
-    """Asks for a summary of everything, from notes on all parts."""
-    return _OVERALL.format(quoted=quote(notes)) + _OVERALL_TASK
+def notes_prompt(notes: str) -> str:
+    """Asks for one sentence about notes on several parts."""
+    return _NOTES.format(quoted=quote(notes)) + _NOTES_TASK
 
 
 def tasks() -> tuple[str, ...]:
     """The instructions: an answer that repeats one of them is no answer."""
-    return (SYSTEM, _SEGMENT_TASK, _GROUP_TASK, _OVERALL_TASK)
+    return (SYSTEM, _SEGMENT_TASK, _NOTES_TASK)
 
 
 def quote(text: str) -> str:

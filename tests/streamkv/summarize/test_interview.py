@@ -83,11 +83,11 @@ def test_the_overall_summary_is_made_from_the_notes_on_all_parts(scripted: Scrip
 
     def script(prompt: str) -> str:
         asked.append(prompt)
-        return "a library that opens." if "whole transcript" in prompt else "forty new shelves."
+        return "library that opens." if "these notes" in prompt else "forty new shelves."
 
     talk = interview(scripted(script))
     overall = talk.summarize_all([talk.summarize(SEGMENT)] * 3)
-    assert overall.text == "The transcript is about a library that opens."
+    assert overall.text == "The main topics are the library that opens."
     assert overall.problem == ""
     assert asked[-1].count("- They talk about forty new shelves.") == 3
 
@@ -97,7 +97,7 @@ def test_a_failed_overall_summary_is_asked_for_twice_and_named(scripted: Scripte
 
     def script(prompt: str) -> str:
         nonlocal num_asked
-        if "whole transcript" not in prompt:
+        if "these notes" not in prompt:
             return "forty new shelves."
         num_asked += 1
         return ""

@@ -62,7 +62,7 @@ def test_every_part_reaches_the_overall_summary(scripted: Scripted, meeting: Pat
         return good(prompt)
 
     result = summarize_file(scripted(script), meeting)
-    notes = "\n".join(prompt for prompt in asked if prompt.startswith("Notes on"))
+    notes = "\n".join(prompt for prompt in asked if prompt.startswith("Notes:"))
     assert all(point.text in notes for part in result.segments for point in part.points)
     assert max(map(len, asked)) // 4 < 1024
 
