@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError, EngineClosedError, PoolFullError, SessionError
@@ -33,6 +35,9 @@ from streamkv.tokenizer import Tokenizer, load_tokenizer
 from streamkv.window import Window
 
 DEFAULT_CHECKPOINT_TOKENS = 512
+
+SYSTEM_PROMPT_TOKENS = 512
+"""Length of system prompt that the default gpu pool has room for in each session."""
 
 
 class Engine:
@@ -87,8 +92,14 @@ class Engine:
             if self._store is not None:
                 self._store.close()
             raise
-        runner = Runner(self._adapter, self._gpu_pool.data, self._adapter.trained_length)
-        self._executor = Executor(runner, self._tiers)
+        threads = self.config.num_threads or torch.get_num_threads()
+        self._runner = Runner(
+            self._adapter,
+            self._gpu_pool.data,
+            self._adapter.trained_length,
+            native_threads=threads if self.config.compile == "auto" else 0,
+        )
+        self._executor = Executor(self._runner, self._tiers)
         self._loop = StepLoop(self._executor, self.config.prefill_chunk, self.config.num_threads)
 
     @property
@@ -130,6 +141,14 @@ class Engine:
             self._sessions[name] = session
             return session
 
+    def wait_until_fast(self) -> bool:
+        """Wait until the native decode step is ready or given up; whether there is one.
+
+        Nothing needs this call: steps run on transformers' own code until then.
+        """
+        native = self._runner.native
+        return native is not None and native.wait()
+
     def session_names(self) -> list[str]:
         """Names of all sessions, open and sleeping."""
         with self._lock:
@@ -162,6 +181,7 @@ class Engine:
                 return
             self._closed = True
             self._loop.close()
+            self._runner.close()
             try:
                 for session in list(self._sessions.values()):
                     session.engine_closes()
@@ -214,7 +234,7 @@ class Engine:
         config, spec = self.config, self._adapter.spec
         one = self._blocks_of(config.num_sink_tokens, config.window_size)
         if config.gpu_bytes is None:
-            return one * config.max_sessions
+            return (one + SYSTEM_PROMPT_TOKENS // spec.block_size) * config.max_sessions
         num_blocks = parse_size("gpu_bytes", config.gpu_bytes) // spec.block_bytes
         if num_blocks < one:
             raise ConfigError(

@@ -12,10 +12,12 @@ from torch import Tensor
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
 from streamkv.block_table import TableEntry
 from streamkv.kernels import cpu
+from streamkv.kernels.native import NativeDecoder
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import SequenceTable
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
+from streamkv.native_decode import BackgroundDecoder
 
 LOGIT_ROWS = 256
 """Rows of logits made at once when scoring: 256 x 49,152 x 4 bytes are 50 MB."""
@@ -44,16 +46,36 @@ class Runner:
         model: the adapter.
         pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim].
         max_distance: largest distance between a query and a key in use.
+        native_threads: threads of the native decode step; 0 does without it.
     """
 
-    def __init__(self, model: ModelAdapter, pool: Tensor, max_distance: int) -> None:
+    def __init__(
+        self, model: ModelAdapter, pool: Tensor, max_distance: int, native_threads: int = 0
+    ) -> None:
         self.model = model
         self._pool = pool
         self._rope = RopeTables(model.inv_freq, max_distance + 1)
+        self._native: BackgroundDecoder | None = None
+        if native_threads > 0:
+            self._native = BackgroundDecoder(model, pool, self._rope, native_threads)
+
+    @property
+    def native(self) -> BackgroundDecoder | None:
+        """The native decode step on its way, unless it was turned off."""
+        return self._native
+
+    def close(self) -> None:
+        """End what prepares the native step."""
+        if self._native is not None:
+            self._native.close()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[StepResult]:
         """Compute the batch; one result per sequence, in the batch's order."""
+        if len(batch.steps) == 1 and batch.steps[0].query_len == 1:
+            decoder = self._native.decoder if self._native is not None else None
+            if decoder is not None:
+                return [self._decode(batch.steps[0], decoder)]
         ids: list[int] = []
         slots: list[int] = []
         parts: list[_Part] = []
@@ -68,6 +90,25 @@ class Runner:
             self._result(step, hidden[part.begin : part.end])
             for step, part in zip(batch.steps, parts, strict=True)
         ]
+
+    def _decode(self, step: SequenceStep, decoder: NativeDecoder) -> StepResult:
+        sequence = step.sequence
+        index, window = sequence.num_computed, sequence.window
+        [token_id] = sequence.next_ids(1)
+        logits = decoder.decode(
+            token_id,
+            index,
+            sequence.table.slot(index),
+            build_table(*sequence.table.entries(window, index, index + 1)),
+            window.window_size,
+            want_logits=step.wanted is not Wanted.NOTHING,
+        )
+        if logits is None:
+            return StepResult()
+        if step.wanted is Wanted.LOGITS:
+            return StepResult(logits=logits)
+        targets = sequence.next_ids(min(2, sequence.num_pending))[1:]
+        return StepResult(scores=logits[targets] - logits.logsumexp(0))
 
     def _plan(self, step: SequenceStep) -> cpu.Plan:
         sequence = step.sequence

@@ -22,7 +22,7 @@ from streamkv.outputs import Delta, Progress, Score, SessionStats
 from streamkv.sampling import SamplingParams, resolve_seed, sample
 from streamkv.step_loop import Call, Compute, StepLoop
 
-Items = str | Iterable[str | list[int]]
+Items = str | list[int] | Iterable[str | list[int]]
 AsyncItems = Items | AsyncIterable[str | list[int]]
 
 

@@ -1,0 +1,407 @@
+/* One decode step of a Llama-shaped decoder for one sequence, on the CPU.
+ *
+ * A decode step reads every weight and the whole window once, so it runs at the speed of memory, and
+ * memory is only fast when it is asked for early: loops that prefetch the next rows read 25-28 GB/s on two
+ * cores where loops that do not read 14. Everything else here serves that: one parallel region for the
+ * whole step, no copies, weights that may be narrower than the arithmetic (bf16 bits widen exactly).
+ *
+ *   pool     [blocks, layers, 2, kv_heads, block_size, head_dim]; K is rotated by its offset in the block
+ *   score    (query, slot j of an entry) = rotate(q, distance of the entry) . K[j] * scale
+ *
+ * All sums are float32. Weights: float32 or bf16; KV: float32 or bf16; norms and biases: float32.
+ * Widths (hidden, intermediate, head_dim) are multiples of 16; the caller checks.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define LANES 16
+#define MAX_GROUP 16
+#define MAX_DIM 256
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+typedef struct {
+    const float *input_norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_bias, *mlp_norm;
+    const void *q, *k, *v, *o, *gate, *up, *down;
+} Layer;
+
+typedef struct {
+    int64_t num_layers, hidden, intermediate, num_q_heads, num_kv_heads, head_dim, rotary_half;
+    int64_t vocab_size, block_size, weight_type, kv_type, num_threads;
+    float eps, scale;
+    const Layer *layers;
+    const void *embed, *head;
+    const float *norm, *cos, *sin;
+    void *pool;
+} Model;
+
+typedef struct {
+    int64_t token_id, block_id, offset, num_entries, num_splits;
+    const int64_t *block_ids, *distances, *first, *end; /* of each entry: slots [first, end) are seen */
+    float *state, *logits;                              /* state: see state_floats; logits may be NULL */
+} Step;
+
+INLINE vec load_f32(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_f32(float *p, vec v) { memcpy(p, &v, sizeof v); }
+INLINE vec load_bf16(const uint16_t *p) {
+    hvec h; vec v;
+    memcpy(&h, p, sizeof h);
+    uvec u = __builtin_convertvector(h, uvec) << 16;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+INLINE vec load(const void *base, int64_t at, int type) {
+    return type == BFLOAT16 ? load_bf16((const uint16_t *)base + at)
+                            : load_f32((const float *)base + at);
+}
+INLINE uint16_t to_bf16(float x) { /* round to nearest, ties to even; NaN stays NaN */
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)((u >> 16) | 0x40);
+    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+INLINE float sum(vec v) {
+    float part[LANES], total[4] = {0, 0, 0, 0};
+    memcpy(part, &v, sizeof v);
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 4; j++) total[j] += part[i + j];
+    return (total[0] + total[2]) + (total[1] + total[3]);
+}
+INLINE vec splat(float x) { return (vec){0} + x; }
+
+/* exp for x <= 0: 2^n times a polynomial; relative error below 2e-7, exactly 0 far below. */
+INLINE vec exp_negative(vec x) {
+    ivec low = x < -87.0f;
+    vec n_float = x * 1.44269504f - 0.5f;
+    ivec n = __builtin_convertvector(n_float, ivec);
+    n_float = __builtin_convertvector(n, vec);
+    vec r = x - n_float * 0.693359375f;
+    r = r + n_float * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    ivec bits;
+    memcpy(&bits, &p, sizeof p);
+    bits += n << 23;
+    bits &= ~low;
+    memcpy(&p, &bits, sizeof p);
+    return p;
+}
+
+/* dots[i] = x . row (first + i) of W [rows, width], four rows at a time, the next four prefetched. */
+INLINE void rows4(const float *x, const void *weights, int64_t row, int64_t width, int type,
+                  int prefetch, float *dots) {
+    const int64_t bytes = type == BFLOAT16 ? 2 : 4, at = row * width;
+    const char *ahead = (const char *)weights + (at + 4 * width) * bytes;
+    vec a = {0}, b = {0}, c = {0}, d = {0};
+    for (int64_t k = 0; k < width; k += LANES) {
+        vec xk = load_f32(x + k);
+        if (prefetch)
+            for (int i = 0; i < 4; i++) __builtin_prefetch(ahead + (i * width + k) * bytes, 0, 3);
+        a += xk * load(weights, at + k, type);
+        b += xk * load(weights, at + k + width, type);
+        c += xk * load(weights, at + k + 2 * width, type);
+        d += xk * load(weights, at + k + 3 * width, type);
+    }
+    dots[0] = sum(a); dots[1] = sum(b); dots[2] = sum(c); dots[3] = sum(d);
+}
+
+INLINE float row1(const float *x, const void *weights, int64_t row, int64_t width, int type) {
+    vec a = {0};
+    for (int64_t k = 0; k < width; k += LANES)
+        a += load_f32(x + k) * load(weights, row * width + k, type);
+    return sum(a);
+}
+
+/* out[r] = W[r] . x (+ bias) (+ what is there, if add), for rows [first, end). */
+INLINE void matvec_typed(const float *x, const void *weights, const float *bias, float *out,
+                         int64_t first, int64_t end, int64_t width, int type, int add) {
+    float dots[4];
+    int64_t row = first;
+    for (; row + 4 <= end; row += 4) {
+        rows4(x, weights, row, width, type, row + 8 <= end, dots);
+        for (int i = 0; i < 4; i++) {
+            float y = dots[i] + (bias ? bias[row + i] : 0.0f);
+            out[row + i] = add ? out[row + i] + y : y;
+        }
+    }
+    for (; row < end; row++) {
+        float y = row1(x, weights, row, width, type) + (bias ? bias[row] : 0.0f);
+        out[row] = add ? out[row] + y : y;
+    }
+}
+static void matvec(const float *x, const void *weights, const float *bias, float *out, int64_t first,
+                   int64_t end, int64_t width, int64_t type, int add) {
+    if (type == BFLOAT16) matvec_typed(x, weights, bias, out, first, end, width, BFLOAT16, add);
+    else matvec_typed(x, weights, bias, out, first, end, width, FLOAT32, add);
+}
+
+static void rms_norm(const float *x, const float *weight, float *out, int64_t width, float eps) {
+    vec squares = {0};
+    for (int64_t k = 0; k < width; k += LANES) { vec v = load_f32(x + k); squares += v * v; }
+    float inverse = 1.0f / sqrtf(sum(squares) / width + eps);
+    for (int64_t k = 0; k < width; k += LANES)
+        store_f32(out + k, load_f32(x + k) * inverse * load_f32(weight + k));
+}
+
+/* x turned by the angle of a row of the tables; pairs are (i, i + half). */
+static void rotate(const float *x, float *out, const float *cos, const float *sin, int64_t half,
+                   int64_t dim) {
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = x[i] * cos[i] - x[i + half] * sin[i];
+        out[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+    }
+    for (int64_t i = 2 * half; i < dim; i++) out[i] = x[i];
+}
+
+static void write_head(const Model *m, const Step *s, int64_t layer, int64_t head, const float *k,
+                       const float *v) {
+    const int64_t plane = m->block_size * m->head_dim;
+    const int64_t at = ((s->block_id * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane +
+                       s->offset * m->head_dim;
+    for (int64_t i = 0; i < m->head_dim; i++) {
+        if (m->kv_type == BFLOAT16) {
+            ((uint16_t *)m->pool)[at + i] = to_bf16(k[i]);
+            ((uint16_t *)m->pool)[at + m->num_kv_heads * plane + i] = to_bf16(v[i]);
+        } else {
+            ((float *)m->pool)[at + i] = k[i];
+            ((float *)m->pool)[at + m->num_kv_heads * plane + i] = v[i];
+        }
+    }
+}
+
+/* A split's partial attention of one KV head: for each query head [max, sum, out[head_dim]]. */
+INLINE void attend_typed(const Model *m, const Step *s, int64_t layer, int64_t head, int64_t from,
+                         int64_t to, const float *q, float *partial, int group, int dim, int type) {
+    const int64_t plane = m->block_size * dim, bytes = type == BFLOAT16 ? 2 : 4;
+    float turned[MAX_GROUP * MAX_DIM], scores[MAX_GROUP][64 + LANES];
+    for (int g = 0; g < group; g++) {
+        partial[g * (dim + 2)] = -INFINITY;
+        memset(partial + g * (dim + 2) + 1, 0, (dim + 1) * sizeof(float));
+    }
+    for (int64_t e = from; e < to; e++) {
+        const int64_t first = s->first[e], end = s->end[e], slots = end - first;
+        if (slots <= 0) continue;
+        const int64_t base =
+            ((s->block_ids[e] * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane + first * dim;
+        const int64_t value_base = base + m->num_kv_heads * plane;
+        const float *cos = m->cos + s->distances[e] * m->rotary_half;
+        const float *sin = m->sin + s->distances[e] * m->rotary_half;
+        for (int g = 0; g < group; g++)
+            rotate(q + g * dim, turned + g * dim, cos, sin, m->rotary_half, dim);
+        for (int64_t j = 0; j < slots; j++) {
+            vec dots[MAX_GROUP];
+            const char *value = (const char *)m->pool + (value_base + j * dim) * bytes;
+            for (int g = 0; g < group; g++) dots[g] = (vec){0};
+            for (int k = 0; k < dim; k += LANES) {
+                vec key = load(m->pool, base + j * dim + k, type);
+                __builtin_prefetch(value + k * bytes, 0, 3);
+                for (int g = 0; g < group; g++) dots[g] += load_f32(turned + g * dim + k) * key;
+            }
+            for (int g = 0; g < group; g++) scores[g][j] = sum(dots[g]) * m->scale;
+        }
+        for (int g = 0; g < group; g++) {
+            float *state = partial + g * (dim + 2), best = state[0];
+            for (int64_t j = 0; j < slots; j++) best = scores[g][j] > best ? scores[g][j] : best;
+            for (int64_t j = slots; j < slots + LANES; j++) scores[g][j] = -INFINITY;
+            vec total = {0};
+            for (int64_t j = 0; j < slots; j += LANES) {
+                vec weight = exp_negative(load_f32(scores[g] + j) - best);
+                store_f32(scores[g] + j, weight);
+                total += weight;
+            }
+            float shrink = expf(state[0] - best);
+            state[0] = best;
+            state[1] = state[1] * shrink + sum(total);
+            for (int k = 0; k < dim; k += LANES)
+                store_f32(state + 2 + k, load_f32(state + 2 + k) * shrink);
+        }
+        /* The next entry's keys are asked for while this one's values are summed. */
+        const int64_t next = e + 1 < to ? e + 1 : e;
+        const char *ahead = (const char *)m->pool +
+            (((s->block_ids[next] * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane) * bytes;
+        for (int k = 0; k < dim; k += LANES) {
+            vec sums[MAX_GROUP];
+            for (int g = 0; g < group; g++) sums[g] = load_f32(partial + g * (dim + 2) + 2 + k);
+            for (int64_t j = 0; j < slots; j++) {
+                vec value = load(m->pool, value_base + j * dim + k, type);
+                __builtin_prefetch(ahead + (j * dim + k) * bytes, 0, 3);
+                for (int g = 0; g < group; g++) sums[g] += scores[g][j] * value;
+            }
+            for (int g = 0; g < group; g++) store_f32(partial + g * (dim + 2) + 2 + k, sums[g]);
+        }
+    }
+}
+#define ATTEND(GROUP, DIM)                                                                           \
+    if (group == GROUP && dim == DIM) {                                                              \
+        if (m->kv_type == BFLOAT16)                                                                  \
+            attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, BFLOAT16);             \
+        else attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, FLOAT32);             \
+        return;                                                                                      \
+    }
+static void attend(const Model *m, const Step *s, int64_t layer, int64_t head, int64_t from, int64_t to,
+                   const float *q, float *partial) {
+    const int group = (int)(m->num_q_heads / m->num_kv_heads), dim = (int)m->head_dim;
+    /* Shapes known when this is compiled keep the sums in registers; any other shape works, slower. */
+    ATTEND(3, 64) ATTEND(7, 64) ATTEND(4, 128) ATTEND(2, 128)
+    if (m->kv_type == BFLOAT16)
+        attend_typed(m, s, layer, head, from, to, q, partial, group, dim, BFLOAT16);
+    else attend_typed(m, s, layer, head, from, to, q, partial, group, dim, FLOAT32);
+}
+
+/* The splits' partial results of all query heads, merged: out [num_q_heads * head_dim]. */
+static void merge(const Model *m, const Step *s, const float *partials, float *out) {
+    const int64_t dim = m->head_dim, stride = dim + 2, heads = m->num_q_heads;
+    for (int64_t h = 0; h < heads; h++) {
+        float best = -INFINITY, total = 0.0f;
+        for (int64_t p = 0; p < s->num_splits; p++)
+            best = fmaxf(best, partials[(p * heads + h) * stride]);
+        memset(out + h * dim, 0, dim * sizeof(float));
+        for (int64_t p = 0; p < s->num_splits; p++) {
+            const float *part = partials + (p * heads + h) * stride;
+            if (part[1] == 0.0f) continue;
+            float weight = expf(part[0] - best);
+            total += weight * part[1];
+            for (int64_t k = 0; k < dim; k++) out[h * dim + k] += weight * part[2 + k];
+        }
+        float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+        for (int64_t k = 0; k < dim; k++) out[h * dim + k] *= inverse;
+    }
+}
+
+typedef struct { int64_t first, end; } Share;
+static Share share(int64_t total, int64_t thread, int64_t threads) {
+    int64_t step = (total + threads - 1) / threads;
+    step = (step + 3) / 4 * 4;
+    Share part = {thread * step < total ? thread * step : total,
+                  (thread + 1) * step < total ? (thread + 1) * step : total};
+    return part;
+}
+
+#define BARRIER _Pragma("omp barrier")
+
+static void embed(const Model *m, int64_t token_id, float *x) {
+    for (int64_t k = 0; k < m->hidden; k += LANES)
+        store_f32(x + k, load(m->embed, token_id * m->hidden + k, (int)m->weight_type));
+}
+
+/* Rows of q, k and v as one range, so that the threads' shares are even. */
+static void project_qkv(const Model *m, const Layer *w, const float *x, float *qkv, Share part) {
+    const int64_t q_rows = m->num_q_heads * m->head_dim, kv_rows = m->num_kv_heads * m->head_dim;
+    const void *weights[3] = {w->q, w->k, w->v};
+    const float *biases[3] = {w->q_bias, w->k_bias, w->v_bias};
+    const int64_t starts[4] = {0, q_rows, q_rows + kv_rows, q_rows + 2 * kv_rows};
+    for (int i = 0; i < 3; i++) {
+        int64_t first = part.first > starts[i] ? part.first : starts[i];
+        int64_t end = part.end < starts[i + 1] ? part.end : starts[i + 1];
+        if (first < end)
+            matvec(x, weights[i], biases[i], qkv + starts[i], first - starts[i], end - starts[i],
+                   m->hidden, m->weight_type, 0);
+    }
+}
+
+static void attend_layer(const Model *m, const Step *s, int64_t layer, const float *qkv, float *partials,
+                         int64_t thread, int64_t threads) {
+    const int64_t dim = m->head_dim, group = m->num_q_heads / m->num_kv_heads;
+    const int64_t tasks = m->num_kv_heads * s->num_splits;
+    const int64_t per_split = (s->num_entries + s->num_splits - 1) / s->num_splits;
+    for (int64_t task = thread; task < tasks; task += threads) {
+        const int64_t head = task % m->num_kv_heads, split = task / m->num_kv_heads;
+        int64_t from = split * per_split, to = from + per_split;
+        from = from < s->num_entries ? from : s->num_entries;
+        to = to < s->num_entries ? to : s->num_entries;
+        attend(m, s, layer, head, from, to, qkv + head * group * dim,
+               partials + (split * m->num_q_heads + head * group) * (dim + 2));
+    }
+}
+
+static void norm_heads(const Model *m, const float *weight, float *heads, int64_t num_heads) {
+    if (weight)
+        for (int64_t h = 0; h < num_heads; h++)
+            rms_norm(heads + h * m->head_dim, weight, heads + h * m->head_dim, m->head_dim, m->eps);
+}
+
+/* q and k get their norms, k its rotation; K and V go into the pool. One thread: it is little. */
+static void place_kv(const Model *m, const Step *s, const Layer *w, int64_t layer, float *qkv) {
+    const int64_t dim = m->head_dim;
+    float *k = qkv + m->num_q_heads * dim, *v = k + m->num_kv_heads * dim, turned[MAX_DIM];
+    norm_heads(m, w->q_norm, qkv, m->num_q_heads);
+    norm_heads(m, w->k_norm, k, m->num_kv_heads);
+    for (int64_t h = 0; h < m->num_kv_heads; h++) {
+        rotate(k + h * dim, turned, m->cos + s->offset * m->rotary_half,
+               m->sin + s->offset * m->rotary_half, m->rotary_half, dim);
+        write_head(m, s, layer, h, turned, v + h * dim);
+    }
+}
+
+static void gate_up(const Model *m, const Layer *w, const float *x, float *act, float *up, Share part) {
+    matvec(x, w->gate, 0, act, part.first, part.end, m->hidden, m->weight_type, 0);
+    matvec(x, w->up, 0, up, part.first, part.end, m->hidden, m->weight_type, 0);
+    for (int64_t i = part.first; i < part.end; i++)
+        act[i] = act[i] / (1.0f + expf(-act[i])) * up[i];
+}
+
+/* Floats of scratch that a step needs: shared buffers, then two vectors per thread. */
+int64_t skv_state_floats(const Model *m, int64_t num_splits) {
+    const int64_t qkv = (m->num_q_heads + 2 * m->num_kv_heads) * m->head_dim;
+    const int64_t own = m->hidden + m->num_q_heads * m->head_dim;
+    return m->hidden + qkv + 2 * m->intermediate +
+           num_splits * m->num_q_heads * (m->head_dim + 2) + m->num_threads * own + 8 * LANES;
+}
+
+void skv_decode(const Model *m, const Step *s) {
+    const int64_t q_size = m->num_q_heads * m->head_dim;
+    const int64_t qkv_size = q_size + 2 * m->num_kv_heads * m->head_dim;
+    float *h = s->state, *qkv = h + m->hidden, *act = qkv + qkv_size, *up = act + m->intermediate;
+    float *partials = up + m->intermediate;
+    float *owned = partials + s->num_splits * m->num_q_heads * (m->head_dim + 2);
+    embed(m, s->token_id, h);
+#pragma omp parallel num_threads((int)m->num_threads)
+    {
+        int64_t thread = 0, threads = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+        threads = omp_get_num_threads();
+#endif
+        float *x = owned + thread * (m->hidden + q_size), *mixed = x + m->hidden;
+        const Share hidden = share(m->hidden, thread, threads);
+        for (int64_t layer = 0; layer < m->num_layers; layer++) {
+            const Layer *w = m->layers + layer;
+            rms_norm(h, w->input_norm, x, m->hidden, m->eps);
+            project_qkv(m, w, x, qkv, share(qkv_size, thread, threads));
+            BARRIER
+            if (thread == 0) place_kv(m, s, w, layer, qkv);
+            BARRIER
+            attend_layer(m, s, layer, qkv, partials, thread, threads);
+            BARRIER
+            merge(m, s, partials, mixed);
+            matvec(mixed, w->o, w->o_bias, h, hidden.first, hidden.end, q_size, m->weight_type, 1);
+            BARRIER
+            rms_norm(h, w->mlp_norm, x, m->hidden, m->eps);
+            gate_up(m, w, x, act, up, share(m->intermediate, thread, threads));
+            BARRIER
+            matvec(act, w->down, 0, h, hidden.first, hidden.end, m->intermediate, m->weight_type, 1);
+            BARRIER
+        }
+        if (s->logits) {
+            const Share rows = share(m->vocab_size, thread, threads);
+            rms_norm(h, m->norm, x, m->hidden, m->eps);
+            matvec(x, m->head, 0, s->logits, rows.first, rows.end, m->hidden, m->weight_type, 0);
+        }
+    }
+}

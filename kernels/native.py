@@ -1,0 +1,313 @@
+"""A decode step as one native call: `decoder.c`, compiled for this processor when first needed.
+
+Compiling takes a second and needs a C compiler; the result is kept in a directory of the caller's
+under a name that says source, compiler and processor. Whoever has no compiler gets
+`NativeUnavailableError` with the reason and stays on the other path. This module knows neither
+models of transformers nor sessions.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamkv.errors import StreamKVError
+from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.table import SequenceTable
+
+SOURCE = Path(__file__).with_name("decoder.c")
+LANES = 16
+MAX_GROUP = 16
+MAX_HEAD_DIM = 256
+BLOCK_SIZE = 64
+ENTRIES_PER_SPLIT = 8
+"""Entries whose attention is one task of a thread."""
+
+_FLAGS = ["-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
+# Not every compiler knows every flag: the first set that compiles is taken.
+_FLAG_SETS = [
+    ["-march=native", "-fopenmp"],
+    ["-mcpu=native", "-fopenmp"],
+    ["-fopenmp"],
+    ["-march=native"],
+    [],
+]
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class NativeUnavailableError(StreamKVError):
+    """There is no native decode step here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Weights of a decoder layer; projections [out, in] in one type, norms and biases float32."""
+
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """Weights and sizes of a Llama-shaped decoder: RMS norms, rotary attention, gated SiLU.
+
+    Attributes:
+        layers: in order.
+        embed, head: [vocab_size, hidden], of the projections' type.
+        norm: float32 [hidden], before the head.
+        num_q_heads, num_kv_heads, head_dim: of attention.
+        eps: of the norms.
+        scale: of the scores.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    embed: Tensor
+    head: Tensor
+    norm: Tensor
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("input_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_bias", "mlp_norm"),
+            *("q", "k", "v", "o", "gate", "up", "down"),
+        )
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "intermediate")),
+        *((name, ctypes.c_int64) for name in ("num_q_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("rotary_half", "vocab_size", "block_size")),
+        *((name, ctypes.c_int64) for name in ("weight_type", "kv_type", "num_threads")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, ctypes.c_void_p) for name in ("embed", "head", "norm", "cos", "sin", "pool")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("token_id", "block_id", "offset")),
+        *((name, ctypes.c_int64) for name in ("num_entries", "num_splits")),
+        *((name, ctypes.c_void_p) for name in ("block_ids", "distances", "first", "end")),
+        *((name, ctypes.c_void_p) for name in ("state", "logits")),
+    ]
+
+
+def find_compiler() -> str | None:
+    """Path of a C compiler: `CC`, else cc, gcc or clang."""
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def build(directory: Path) -> Path:
+    """The compiled library in `directory`, made if it is not there.
+
+    Raises:
+        NativeUnavailableError: no compiler, or none of the sets of flags compiles.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeUnavailableError("there is no C compiler. Install gcc or clang, or set CC.")
+    target = directory / f"decoder-{_identity(compiler)}.so"
+    if not target.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, target)
+    return target
+
+
+def _identity(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    processor = platform.processor() + platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        processor += "".join(line for line in lines[:40] if line.startswith(("flags", "Features")))
+    parts = [SOURCE.read_text(), version.stdout, processor, repr((_FLAGS, _FLAG_SETS))]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _compile(compiler: str, target: Path) -> None:
+    errors = ""
+    for flags in _FLAG_SETS:
+        with tempfile.TemporaryDirectory(dir=target.parent) as made:
+            path = Path(made) / target.name
+            command = [compiler, *_FLAGS, *flags, str(SOURCE), "-o", str(path), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                # Renamed into place, so that two processes at once do no harm.
+                path.rename(target)
+                return
+            errors = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
+    raise NativeUnavailableError(f"{compiler} cannot compile {SOURCE.name}: {errors}")
+
+
+class NativeDecoder:
+    """A decoder bound to a pool, ready to take decode steps of one sequence at a time.
+
+    Args:
+        library: what `build` returned.
+        weights: kept alive by this object.
+        pool: [blocks, layers, 2, kv_heads, 64, head_dim], contiguous, float32 or bfloat16.
+        rope: tables that hold every distance in use.
+        num_threads: threads of a step.
+
+    Raises:
+        NativeUnavailableError: a shape or type that the library does not know.
+    """
+
+    def __init__(
+        self,
+        library: Path,
+        weights: DecoderWeights,
+        pool: Tensor,
+        rope: RopeTables,
+        num_threads: int,
+    ) -> None:
+        _check_shapes(weights, pool)
+        self._weights = weights
+        self._pool = pool
+        self._cos, self._sin = rope.cos.contiguous(), rope.sin.contiguous()
+        self._library = ctypes.CDLL(str(library))
+        self._library.skv_state_floats.restype = ctypes.c_int64
+        self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
+        self._model = self._make_model(num_threads)
+        self._state = torch.empty(0)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the pool."""
+        return self._pool.dtype
+
+    def _make_model(self, num_threads: int) -> _Model:
+        weights, pool = self._weights, self._pool
+        model = _Model()
+        model.num_layers = len(weights.layers)
+        model.hidden, model.intermediate = weights.embed.shape[1], weights.layers[0].gate.shape[0]
+        model.num_q_heads, model.num_kv_heads = weights.num_q_heads, weights.num_kv_heads
+        model.head_dim, model.rotary_half = weights.head_dim, self._cos.shape[1]
+        model.vocab_size, model.block_size = weights.head.shape[0], pool.shape[4]
+        model.weight_type, model.kv_type = _TYPES[weights.embed.dtype], _TYPES[pool.dtype]
+        model.num_threads = num_threads
+        model.eps, model.scale = weights.eps, weights.scale
+        model.layers = self._layers
+        model.embed, model.head = weights.embed.data_ptr(), weights.head.data_ptr()
+        model.norm = weights.norm.data_ptr()
+        model.cos, model.sin = self._cos.data_ptr(), self._sin.data_ptr()
+        model.pool = pool.data_ptr()
+        return model
+
+    def decode(
+        self,
+        token_id: int,
+        query_index: int,
+        slot: int,
+        table: SequenceTable,
+        window_size: int,
+        *,
+        want_logits: bool,
+    ) -> Tensor | None:
+        """Write the KV of one token and attend with it through all layers.
+
+        Args:
+            token_id: the token.
+            query_index: its token index.
+            slot: its slot in the pool, block_id * block_size + offset.
+            table: entries that the query sees, its own slot included.
+            window_size: tokens that window entries show.
+            want_logits: return float32 [vocab_size] after the token.
+        """
+        first, end, distances = _seen(table, query_index, window_size)
+        step = _Step()
+        step.token_id = token_id
+        step.block_id, step.offset = divmod(slot, self._pool.shape[4])
+        step.num_entries = table.num_entries
+        step.num_splits = max(1, -(-table.num_entries // ENTRIES_PER_SPLIT))
+        step.block_ids, step.distances = table.block_ids.data_ptr(), distances.data_ptr()
+        step.first, step.end = first.data_ptr(), end.data_ptr()
+        step.state = self._scratch(step.num_splits).data_ptr()
+        logits = torch.empty(self._model.vocab_size) if want_logits else None
+        step.logits = logits.data_ptr() if logits is not None else None
+        self._library.skv_decode(ctypes.byref(self._model), ctypes.byref(step))
+        return logits
+
+    def _scratch(self, num_splits: int) -> Tensor:
+        needed = self._library.skv_state_floats(
+            ctypes.byref(self._model), ctypes.c_int64(num_splits)
+        )
+        if self._state.numel() < needed:
+            self._state = torch.empty(needed)
+        return self._state
+
+
+def _seen(table: SequenceTable, query: int, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """First and end slot of each entry that a query sees, and the distance to the entry."""
+    end = torch.minimum(table.end_valid, query + 1 - table.starts)
+    oldest = query + 1 - window_size - table.starts
+    oldest[: table.num_sink_entries] = 0
+    first = torch.maximum(table.first_valid, oldest)
+    distances = torch.minimum(query - table.starts, table.caps).clamp_(min=0)
+    return first, end, distances
+
+
+def _layer(weights: LayerWeights) -> _Layer:
+    layer = _Layer()
+    for name, _ in _Layer._fields_:
+        tensor = getattr(weights, name)
+        setattr(layer, name, tensor.data_ptr() if tensor is not None else None)
+    return layer
+
+
+def _check_shapes(weights: DecoderWeights, pool: Tensor) -> None:
+    hidden, intermediate = weights.embed.shape[1], weights.layers[0].gate.shape[0]
+    group = weights.num_q_heads // weights.num_kv_heads
+    for name, value in (("hidden", hidden), ("intermediate", intermediate)):
+        _require(value % LANES == 0, f"{name} size {value} is no multiple of {LANES}")
+    _require(weights.head_dim % LANES == 0, f"head_dim {weights.head_dim}")
+    _require(weights.head_dim <= MAX_HEAD_DIM, f"head_dim {weights.head_dim}")
+    _require(group <= MAX_GROUP, f"{group} query heads for each KV head")
+    _require(pool.shape[4] == BLOCK_SIZE, f"blocks of {pool.shape[4]} tokens")
+    _require(pool.dtype in _TYPES, f"KV of type {pool.dtype}")
+    _require(pool.is_contiguous(), "a pool that is not contiguous")
+    projections = [weights.embed, weights.head]
+    for layer in weights.layers:
+        projections += [layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down]
+    for tensor in projections:
+        _require(tensor.dtype == weights.embed.dtype, "weights of several types")
+        _require(tensor.dtype in _TYPES, f"weights of type {tensor.dtype}")
+        _require(tensor.is_contiguous(), "weights that are not contiguous")
+
+
+def _require(fits: bool, what: str) -> None:
+    if not fits:
+        raise NativeUnavailableError(f"the native decode step does not know {what}")

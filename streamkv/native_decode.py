@@ -1,0 +1,145 @@
+"""Makes the native decode step ready in the background, checks it, and hands it over.
+
+An engine starts at once on transformers' own code; compiling, narrowing the weights and comparing
+the native step with the model happen on an owned thread. A step that does not agree with the model
+is not used, and the log says why; a check that was passed is noted for these weights, so that later
+starts skip it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from streamkv.kernels import reference
+from streamkv.kernels.native import NativeDecoder, NativeUnavailableError, build
+from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.table import NO_CAP, SequenceTable
+from streamkv.model import ModelAdapter
+from streamkv.model_cache import cache_root, read_note, write_note
+from streamkv.model_native import decoder_weights
+from streamkv.tiers.gpu_pool import GpuPool
+
+_log = logging.getLogger(__name__)
+
+CHECK_TOKENS = 70
+"""Tokens of the comparison: more than one block."""
+
+ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Allowed root mean square of the difference, as a share of that of the logits. bfloat16: what the
+model's own rounding of activations does to its logits (3-7 % measured), doubled."""
+
+
+class BackgroundDecoder:
+    """Owns the thread that prepares the native step.
+
+    Args:
+        adapter: the model.
+        pool: the engine's pool, to which the step is bound.
+        rope: tables for every distance in use.
+        num_threads: threads of a step.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, pool: torch.Tensor, rope: RopeTables, num_threads: int
+    ) -> None:
+        self._adapter = adapter
+        self._pool = pool
+        self._rope = rope
+        self._num_threads = num_threads
+        self._closing = False
+        self._decoder: NativeDecoder | None = None
+        self.reason = "the native decode step is still being prepared"
+        self._thread = threading.Thread(target=self._main, name="streamkv-native", daemon=True)
+        self._thread.start()
+
+    @property
+    def decoder(self) -> NativeDecoder | None:
+        """The native step, once it is ready and has passed its check."""
+        return self._decoder
+
+    def wait(self) -> bool:
+        """Wait until it is decided; whether there is a native step."""
+        self._thread.join()
+        return self._decoder is not None
+
+    def close(self) -> None:
+        """End the thread, after the stage in hand."""
+        self._closing = True
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            self._prepare()
+        except NativeUnavailableError as error:
+            self.reason = str(error)
+            _log.info("decode steps run on transformers' own code: %s", error)
+        except Exception as error:  # whatever it is, the engine runs without
+            self.reason = repr(error)
+            _log.warning("decode steps run on transformers' own code", exc_info=True)
+
+    def _prepare(self) -> None:
+        library = build(cache_root() / "native")
+        if self._closing:
+            return
+        weights = decoder_weights(self._adapter)
+
+        def bind(pool: torch.Tensor) -> NativeDecoder:
+            return NativeDecoder(library, weights, pool, self._rope, self._num_threads)
+
+        note = f"native-{self._adapter.fingerprint.hex()}-{library.stem}"
+        if read_note(note) is None and not self._closing:
+            check(self._adapter, bind, self._rope)
+            write_note(note, {"passed": True, "library": Path(library).name})
+        if not self._closing:
+            self._decoder = bind(self._pool)
+            self.reason = ""
+
+
+@torch.inference_mode()
+def check(
+    adapter: ModelAdapter, bind: Callable[[torch.Tensor], NativeDecoder], rope: RopeTables
+) -> None:
+    """Compare the native step with the model, token by token over more than a block.
+
+    Raises:
+        NativeUnavailableError: they differ.
+    """
+    ids = [(7 + 31 * index) % adapter.vocab_size for index in range(CHECK_TOKENS)]
+    expected = _model_logits(adapter, ids, rope)
+    decoder = bind(GpuPool(adapter.spec, 2).data)
+    for index, token_id in enumerate(ids):
+        found = decoder.decode(
+            token_id, index, index, _table(index + 1), CHECK_TOKENS, want_logits=True
+        )
+    assert found is not None
+    allowed = ALLOWED[decoder.kv_dtype] * expected.square().mean().sqrt()
+    difference = (found - expected).square().mean().sqrt()
+    if not difference <= allowed:
+        raise NativeUnavailableError(
+            f"it differs from the model by {difference:.2g}, {allowed:.2g} is allowed"
+        )
+
+
+def _model_logits(adapter: ModelAdapter, ids: list[int], rope: RopeTables) -> torch.Tensor:
+    """Logits after the last token, by the model's own code over the reference attention."""
+    pool, slots, table = GpuPool(adapter.spec, 2).data, torch.arange(len(ids)), _table(len(ids))
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        reference.write_kv(pool, k, v, slots, layer, rope)
+        return reference.attend(q, pool, layer, table, 0, CHECK_TOKENS, rope, scale)
+
+    hidden = adapter.hidden(torch.tensor([ids]), attend)
+    return adapter.logits(hidden[-1:])[0]
+
+
+def _table(num_tokens: int) -> SequenceTable:
+    """The first tokens of a stream in the blocks 0 and 1."""
+    ends = [min(64, num_tokens - start) for start in range(0, num_tokens, 64)]
+    rows = [(index, 64 * index, NO_CAP, 0, end) for index, end in enumerate(ends)]
+    block_ids, starts, caps, first_valid, end_valid = torch.tensor(rows).t().contiguous().unbind(0)
+    return SequenceTable(block_ids, starts, caps, first_valid, end_valid, num_sink_entries=0)

@@ -1,0 +1,183 @@
+"""The native decode step against the model's own code over the reference attention."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamkv import Engine, EngineConfig, SamplingParams
+from streamkv.block_table import BlockTable
+from streamkv.kernels import native, reference
+from streamkv.kernels.native import NativeDecoder, NativeUnavailableError, build
+from streamkv.kernels.rope import RopeTables
+from streamkv.model import ModelAdapter
+from streamkv.model_native import decoder_weights
+from streamkv.native_decode import check
+from streamkv.runner import build_table
+from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.window import Window
+
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.skipif(native.find_compiler() is None, reason="there is no C compiler"),
+]
+
+SHAPES = [
+    pytest.param(
+        "llama", {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}, id="llama"
+    ),
+    pytest.param(
+        "llama",
+        {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64},
+        id="group-3-of-64",
+    ),
+    pytest.param(
+        "llama",
+        {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+        id="no-group-128",
+    ),
+    pytest.param("llama", {"attention_bias": True, "head_dim": 16}, id="biases"),
+    pytest.param("mistral", {"sliding_window": None, "head_dim": 80}, id="mistral-80"),
+    pytest.param("qwen2", {"hidden_size": 64}, id="qwen2"),
+    pytest.param("qwen3", {"hidden_size": 64, "head_dim": 32}, id="qwen3"),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("native"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("model_type", "settings"), SHAPES)
+def test_logits_and_kv_are_those_of_the_model(
+    random_model_dir: Callable[..., Path],
+    library: Path,
+    model_type: str,
+    settings: dict[str, object],
+    dtype: str,
+) -> None:
+    sizes = {"intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
+    directory = random_model_dir(model_type, **(sizes | {"hidden_size": 64} | settings))
+    # With weights that bfloat16 holds exactly, the model's float32 arithmetic is the oracle of both.
+    adapter = ModelAdapter.load(str(directory))
+    if dtype == "bfloat16":
+        for parameter in adapter.model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    spec = dataclasses.replace(adapter.spec, dtype=dtype)
+    rope = RopeTables(adapter.inv_freq, 512)
+    ours, theirs = GpuPool(spec, 4).data, GpuPool(spec, 4).data
+    ours[4], theirs[4] = float("nan"), float("nan")  # the guard block
+    weights = decoder_weights(adapter)
+    assert weights.embed.dtype == getattr(torch, dtype)
+    decoder = NativeDecoder(library, weights, ours, rope, 1)
+    window, table = Window(70, ((0, 3),)), BlockTable(64)
+    worst = 0.0
+    for index in range(150):
+        if index % 64 == 0:
+            table.add(index // 64, (2, 0, 1)[index // 64])
+        entries = build_table(*table.entries(window, index, index + 1))
+        slot, token_id = table.slot(index), 3 + index * 31 % (adapter.vocab_size - 3)
+        found = decoder.decode(token_id, index, slot, entries, 70, want_logits=True)
+
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            scale: float,
+            slot: int = slot,
+            index: int = index,
+            entries: native.SequenceTable = entries,
+        ) -> torch.Tensor:
+            reference.write_kv(theirs, k, v, torch.tensor([slot]), layer, rope)
+            return reference.attend(q, theirs, layer, entries, index, 70, rope, scale)
+
+        expected = adapter.logits(adapter.hidden(torch.tensor([[token_id]]), attend))[0]
+        assert found is not None
+        worst = max(worst, float((found - expected).norm() / expected.norm()))
+    # A random model amplifies what another order of summation changes in the last bits.
+    assert worst < (1e-4 if dtype == "float32" else 5e-3)
+    difference = (ours[:3].float() - theirs[:3].float()).norm() / theirs[:3].float().norm()
+    assert difference < (1e-5 if dtype == "float32" else 5e-3)
+
+
+def test_weights_that_are_exact_in_bfloat16_are_read_narrow(tiny_model_dir: Path) -> None:
+    adapter = ModelAdapter.load(str(tiny_model_dir))
+    assert decoder_weights(adapter).embed.dtype == torch.float32
+    for parameter in adapter.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    assert decoder_weights(adapter).embed.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("llama", {"mlp_bias": True}, "biases"),
+        ("granite", {}, "model type"),
+        ("llama", {"hidden_size": 40, "num_attention_heads": 4, "head_dim": 16}, "multiple of 16"),
+        ("llama", {"head_dim": 8}, "head_dim"),
+    ],
+)
+def test_what_it_does_not_know_is_left_to_the_model(
+    random_model_dir: Callable[..., Path],
+    library: Path,
+    model_type: str,
+    settings: dict[str, object],
+    reason: str,
+) -> None:
+    adapter = ModelAdapter.load(str(random_model_dir(model_type, **settings)))
+    with pytest.raises(NativeUnavailableError, match=reason):
+        NativeDecoder(
+            library,
+            decoder_weights(adapter),
+            GpuPool(adapter.spec, 2).data,
+            RopeTables(adapter.inv_freq, 128),
+            1,
+        )
+
+
+def test_a_step_that_differs_from_the_model_is_not_used(
+    tiny_model_dir: Path, library: Path
+) -> None:
+    adapter = ModelAdapter.load(str(tiny_model_dir))
+    rope = RopeTables(adapter.inv_freq, 128)
+    weights = decoder_weights(adapter)
+
+    def bind(pool: torch.Tensor) -> NativeDecoder:
+        return NativeDecoder(library, weights, pool, rope, 2)
+
+    check(adapter, bind, rope)
+    wrong = dataclasses.replace(weights.layers[1], up=1.1 * weights.layers[1].up)
+    weights = dataclasses.replace(weights, layers=(weights.layers[0], wrong))
+    with pytest.raises(NativeUnavailableError, match="differs"):
+        check(adapter, bind, rope)
+
+
+def test_without_a_compiler_the_engine_runs_on(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CC", raising=False)
+    with Engine(str(tiny_model_dir), EngineConfig(window_size=64, cpu_bytes=0)) as engine:
+        assert engine.wait_until_fast() is False
+        session = engine.session("slow")
+        session.feed("the dog sleeps").run()
+        assert len(session.generate(SamplingParams(max_tokens=3, ignore_eos=True)).run()) == 3
+
+
+def test_the_engine_says_the_same_with_and_without_it(tiny_model_dir: Path) -> None:
+    found = []
+    for compile_mode in ("auto", "off"):
+        config = EngineConfig(window_size=64, cpu_bytes=0, compile=compile_mode)  # type: ignore[arg-type]  # a Literal
+        with Engine(str(tiny_model_dir), config) as engine:
+            assert engine.wait_until_fast() is (compile_mode == "auto")
+            session = engine.session("same")
+            scores = session.score([[5 + 7 * i % 300] for i in range(200)]).run()
+            params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+            tokens = [delta.token_id for delta in session.generate(params)]
+            found.append(([score.logprob for score in scores[1:]], tokens))
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-4)
+    assert found[0][1] == found[1][1]
