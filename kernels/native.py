@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from streamkv.errors import StreamKVError
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import SequenceTable
+from streamkv.kernels.thread_choice import ThreadChoice
 
 SOURCE = Path(__file__).with_name("decoder.c")
 LANES = 16
@@ -92,14 +94,14 @@ class DecoderWeights:
     scale: float
 
 
+_LAYER_FIELDS = (
+    *("input_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_bias", "mlp_norm"),
+    *("q", "k", "v", "o", "gate", "up", "down"),
+)
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("input_norm", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o_bias", "mlp_norm"),
-            *("q", "k", "v", "o", "gate", "up", "down"),
-        )
-    ]
+    _fields_ = [(name, ctypes.c_void_p) for name in _LAYER_FIELDS]
 
 
 class _Model(ctypes.Structure):
@@ -202,6 +204,8 @@ class NativeDecoder:
         self._library.skv_state_floats.restype = ctypes.c_int64
         self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._make_model(num_threads)
+        self._max_threads = num_threads
+        self._threads = ThreadChoice(num_threads)
         self._state = torch.empty(0)
 
     @property
@@ -258,10 +262,17 @@ class NativeDecoder:
         step.state = self._scratch(step.num_splits).data_ptr()
         logits = torch.empty(self._model.vocab_size) if want_logits else None
         step.logits = logits.data_ptr() if logits is not None else None
-        self._library.skv_decode(ctypes.byref(self._model), ctypes.byref(step))
+        self._run(step)
         return logits
 
+    def _run(self, step: _Step) -> None:
+        self._model.num_threads = self._threads.next()
+        began = time.perf_counter()
+        self._library.skv_decode(ctypes.byref(self._model), ctypes.byref(step))
+        self._threads.took(self._model.num_threads, time.perf_counter() - began)
+
     def _scratch(self, num_splits: int) -> Tensor:
+        self._model.num_threads = self._max_threads
         needed = self._library.skv_state_floats(
             ctypes.byref(self._model), ctypes.c_int64(num_splits)
         )
@@ -282,7 +293,7 @@ def _seen(table: SequenceTable, query: int, window_size: int) -> tuple[Tensor, T
 
 def _layer(weights: LayerWeights) -> _Layer:
     layer = _Layer()
-    for name, _ in _Layer._fields_:
+    for name in _LAYER_FIELDS:
         tensor = getattr(weights, name)
         setattr(layer, name, tensor.data_ptr() if tensor is not None else None)
     return layer

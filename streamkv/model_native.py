@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamkv.kernels.huge_pages import pack
 from streamkv.kernels.native import DecoderWeights, LayerWeights, NativeUnavailableError
 from streamkv.model import ModelAdapter
 
@@ -21,7 +22,10 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def decoder_weights(adapter: ModelAdapter) -> DecoderWeights:
-    """Weights of the adapter's model, in the type that the native step reads.
+    """Weights of the adapter's model, in the type and the memory that the native step reads best.
+
+    Projections lie in huge pages, in the order of reading. Where their type is that of the model,
+    the model is given the same memory, so that nothing is held twice.
 
     Raises:
         NativeUnavailableError: another kind of model, or weights that cannot be read so.
@@ -29,16 +33,15 @@ def decoder_weights(adapter: ModelAdapter) -> DecoderWeights:
     config = adapter.model.config
     if config.model_type not in MODEL_TYPES or config.hidden_act != "silu":
         raise NativeUnavailableError(f"model type {config.model_type!r} has no native decode step")
+    model: Any = adapter.model
     base: Any = adapter.base
-    head: Any = adapter.model.get_output_embeddings()
+    head = model.get_output_embeddings()
     _require_plain(adapter, base, head)
-    narrow = _Narrowing(adapter.model.parameters())
-    embed = narrow(base.embed_tokens.weight)
-    tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
+    packed = _pack(base, head)
     return DecoderWeights(
-        layers=tuple(_layer(layer, narrow) for layer in base.layers),
-        embed=embed,
-        head=embed if tied else narrow(head.weight),
+        layers=tuple(_layer(layer, packed) for layer in base.layers),
+        embed=packed[base.embed_tokens.weight],
+        head=packed[head.weight],
         norm=_norm(base.norm),
         num_q_heads=adapter.num_q_heads,
         num_kv_heads=adapter.spec.num_kv_heads,
@@ -62,34 +65,40 @@ def _require_plain(adapter: ModelAdapter, base: Any, head: Any) -> None:
             raise NativeUnavailableError("its MLP has biases")
 
 
-class _Narrowing:
-    """Weights as bfloat16 if that is exact for all of them, else as they are."""
-
-    def __init__(self, parameters: Any) -> None:
-        matrices = [parameter for parameter in parameters if parameter.dim() == 2]
-        self._narrow = all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in matrices)
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        weight = weight.detach()
-        return (weight.bfloat16() if self._narrow else weight.float()).contiguous()
-
-
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().float().contiguous()
-
-
-def _layer(layer: Any, narrow: _Narrowing) -> LayerWeights:
+def _projections(layer: Any) -> list[Any]:
+    """Linear modules of a layer, in the order in which a step reads them."""
     attention, mlp = layer.self_attn, layer.mlp
+    first = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*first, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def _pack(base: Any, head: Any) -> dict[Tensor, Tensor]:
+    """The packed form of every projection, by parameter."""
+    ordered = [linear.weight for layer in base.layers for linear in _projections(layer)]
+    parameters = list(dict.fromkeys([*ordered, head.weight, base.embed_tokens.weight]))
+    if all(torch.equal(p, p.bfloat16().to(p.dtype)) for p in parameters):
+        packed = pack([parameter.bfloat16() for parameter in parameters])
+    else:
+        packed = pack([parameter.float() for parameter in parameters])
+    for parameter, copy in zip(parameters, packed, strict=True):
+        if parameter.dtype == copy.dtype:
+            parameter.data = copy
+    return dict(zip(parameters, packed, strict=True))
+
+
+def _layer(layer: Any, packed: dict[Tensor, Tensor]) -> LayerWeights:
+    attention = layer.self_attn
+    q, k, v, o, gate, up, down = (packed[linear.weight] for linear in _projections(layer))
     return LayerWeights(
         input_norm=_norm(layer.input_layernorm),
-        q=narrow(attention.q_proj.weight),
-        k=narrow(attention.k_proj.weight),
-        v=narrow(attention.v_proj.weight),
-        o=narrow(attention.o_proj.weight),
+        q=q,
+        k=k,
+        v=v,
+        o=o,
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate=narrow(mlp.gate_proj.weight),
-        up=narrow(mlp.up_proj.weight),
-        down=narrow(mlp.down_proj.weight),
+        gate=gate,
+        up=up,
+        down=down,
         q_bias=_float(attention.q_proj.bias),
         k_bias=_float(attention.k_proj.bias),
         v_bias=_float(attention.v_proj.bias),
@@ -97,6 +106,10 @@ def _layer(layer: Any, narrow: _Narrowing) -> LayerWeights:
         q_norm=_float(getattr(getattr(attention, "q_norm", None), "weight", None)),
         k_norm=_float(getattr(getattr(attention, "k_norm", None), "weight", None)),
     )
+
+
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
 
 
 def _norm(module: Any) -> Tensor:
