@@ -9,6 +9,7 @@ Float32 weights whose values all fit in bfloat16 (most checkpoints are published
 narrow: widening is exact, so the arithmetic stays float32 while half the bytes are read.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,30 @@ from streamkv.model import ModelAdapter
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def decoder_weights(adapter: ModelAdapter) -> DecoderWeights:
-    """Weights of the adapter's model, in the type and the memory that the native step reads best.
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeWeights:
+    """Weights for the native step.
 
-    Projections lie in huge pages, in the order of reading. Where their type is that of the model,
-    the model is given the same memory, so that nothing is held twice.
+    Attributes:
+        decoder: all of them; projections lie in huge pages, in the order of reading.
+        packed: the projections by the model's parameter.
+    """
+
+    decoder: DecoderWeights
+    packed: dict[Tensor, Tensor]
+
+    def give_to_model(self) -> None:
+        """Let the model use the packed memory where the types agree: nothing is held twice.
+
+        Only while the model is not running.
+        """
+        for parameter, copy in self.packed.items():
+            if parameter.dtype == copy.dtype:
+                parameter.data = copy
+
+
+def native_weights(adapter: ModelAdapter) -> NativeWeights:
+    """Weights of the adapter's model, in the type and the memory that the native step reads best.
 
     Raises:
         NativeUnavailableError: another kind of model, or weights that cannot be read so.
@@ -38,7 +58,7 @@ def decoder_weights(adapter: ModelAdapter) -> DecoderWeights:
     head = model.get_output_embeddings()
     _require_plain(adapter, base, head)
     packed = _pack(base, head)
-    return DecoderWeights(
+    decoder = DecoderWeights(
         layers=tuple(_layer(layer, packed) for layer in base.layers),
         embed=packed[base.embed_tokens.weight],
         head=packed[head.weight],
@@ -49,6 +69,7 @@ def decoder_weights(adapter: ModelAdapter) -> DecoderWeights:
         eps=config.rms_norm_eps,
         scale=adapter.scales[0],
     )
+    return NativeWeights(decoder, packed)
 
 
 def _require_plain(adapter: ModelAdapter, base: Any, head: Any) -> None:
@@ -80,9 +101,6 @@ def _pack(base: Any, head: Any) -> dict[Tensor, Tensor]:
         packed = pack([parameter.bfloat16() for parameter in parameters])
     else:
         packed = pack([parameter.float() for parameter in parameters])
-    for parameter, copy in zip(parameters, packed, strict=True):
-        if parameter.dtype == copy.dtype:
-            parameter.data = copy
     return dict(zip(parameters, packed, strict=True))
 
 

@@ -19,7 +19,7 @@ from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import NO_CAP, SequenceTable
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root, read_note, write_note
-from streamkv.model_native import decoder_weights
+from streamkv.model_native import NativeWeights, native_weights
 from streamkv.tiers.gpu_pool import GpuPool
 
 _log = logging.getLogger(__name__)
@@ -51,13 +51,19 @@ class BackgroundDecoder:
         self._num_threads = num_threads
         self._closing = False
         self._decoder: NativeDecoder | None = None
+        self._weights: NativeWeights | None = None
         self.reason = "the native decode step is still being prepared"
         self._thread = threading.Thread(target=self._main, name="streamkv-native", daemon=True)
         self._thread.start()
 
-    @property
-    def decoder(self) -> NativeDecoder | None:
-        """The native step, once it is ready and has passed its check."""
+    def claim(self) -> NativeDecoder | None:
+        """The native step, once it is ready and has passed its check.
+
+        Called between steps by whoever runs the model.
+        """
+        if self._weights is not None and self._decoder is not None:
+            self._weights.give_to_model()
+            self._weights = None
         return self._decoder
 
     def wait(self) -> bool:
@@ -84,16 +90,17 @@ class BackgroundDecoder:
         library = build(cache_root() / "native")
         if self._closing:
             return
-        weights = decoder_weights(self._adapter)
+        weights = native_weights(self._adapter)
 
         def bind(pool: torch.Tensor) -> NativeDecoder:
-            return NativeDecoder(library, weights, pool, self._rope, self._num_threads)
+            return NativeDecoder(library, weights.decoder, pool, self._rope, self._num_threads)
 
         note = f"native-{self._adapter.fingerprint.hex()}-{library.stem}"
         if read_note(note) is None and not self._closing:
             check(self._adapter, bind, self._rope)
             write_note(note, {"passed": True, "library": Path(library).name})
         if not self._closing:
+            self._weights = weights
             self._decoder = bind(self._pool)
             self.reason = ""
 

@@ -73,7 +73,7 @@ class Runner:
     def run(self, batch: Batch) -> list[StepResult]:
         """Compute the batch; one result per sequence, in the batch's order."""
         if len(batch.steps) == 1 and batch.steps[0].query_len == 1:
-            decoder = self._native.decoder if self._native is not None else None
+            decoder = self._native.claim() if self._native is not None else None
             if decoder is not None:
                 return [self._decode(batch.steps[0], decoder)]
         ids: list[int] = []

@@ -13,7 +13,7 @@ from streamkv.kernels import native, reference
 from streamkv.kernels.native import NativeDecoder, NativeUnavailableError, build
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
-from streamkv.model_native import decoder_weights
+from streamkv.model_native import native_weights
 from streamkv.native_decode import check
 from streamkv.runner import build_table
 from streamkv.tiers.gpu_pool import GpuPool
@@ -61,7 +61,7 @@ def test_logits_and_kv_are_those_of_the_model(
 ) -> None:
     sizes = {"intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
     directory = random_model_dir(model_type, **(sizes | {"hidden_size": 64} | settings))
-    # With weights that bfloat16 holds exactly, the model's float32 arithmetic is the oracle of both.
+    # With weights that bfloat16 holds exactly, the model's float32 arithmetic is both's oracle.
     adapter = ModelAdapter.load(str(directory))
     if dtype == "bfloat16":
         for parameter in adapter.model.parameters():
@@ -70,7 +70,7 @@ def test_logits_and_kv_are_those_of_the_model(
     rope = RopeTables(adapter.inv_freq, 512)
     ours, theirs = GpuPool(spec, 4).data, GpuPool(spec, 4).data
     ours[4], theirs[4] = float("nan"), float("nan")  # the guard block
-    weights = decoder_weights(adapter)
+    weights = native_weights(adapter).decoder
     assert weights.embed.dtype == getattr(torch, dtype)
     decoder = NativeDecoder(library, weights, ours, rope, 1)
     window, table = Window(70, ((0, 3),)), BlockTable(64)
@@ -106,10 +106,22 @@ def test_logits_and_kv_are_those_of_the_model(
 
 def test_weights_that_are_exact_in_bfloat16_are_read_narrow(tiny_model_dir: Path) -> None:
     adapter = ModelAdapter.load(str(tiny_model_dir))
-    assert decoder_weights(adapter).embed.dtype == torch.float32
+    assert native_weights(adapter).decoder.embed.dtype == torch.float32
     for parameter in adapter.model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    assert decoder_weights(adapter).embed.dtype == torch.bfloat16
+    assert native_weights(adapter).decoder.embed.dtype == torch.bfloat16
+
+
+def test_the_model_shares_the_packed_memory(tiny_model_dir: Path) -> None:
+    adapter = ModelAdapter.load(str(tiny_model_dir))
+    before = {name: p.clone() for name, p in adapter.model.named_parameters()}
+    weights = native_weights(adapter)
+    weights.give_to_model()
+    pointers = {copy.data_ptr() for copy in weights.packed.values()}
+    shared = [p for p in adapter.model.parameters() if p.data_ptr() in pointers]
+    assert len(shared) == len(weights.packed)
+    for name, parameter in adapter.model.named_parameters():
+        assert torch.equal(parameter, before[name])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,7 @@ def test_what_it_does_not_know_is_left_to_the_model(
     with pytest.raises(NativeUnavailableError, match=reason):
         NativeDecoder(
             library,
-            decoder_weights(adapter),
+            native_weights(adapter).decoder,
             GpuPool(adapter.spec, 2).data,
             RopeTables(adapter.inv_freq, 128),
             1,
@@ -144,7 +156,7 @@ def test_a_step_that_differs_from_the_model_is_not_used(
 ) -> None:
     adapter = ModelAdapter.load(str(tiny_model_dir))
     rope = RopeTables(adapter.inv_freq, 128)
-    weights = decoder_weights(adapter)
+    weights = native_weights(adapter).decoder
 
     def bind(pool: torch.Tensor) -> NativeDecoder:
         return NativeDecoder(library, weights, pool, rope, 2)
