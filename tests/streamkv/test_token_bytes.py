@@ -88,3 +88,16 @@ def test_the_decoder_says_what_goes_at_the_beginning(decoder, leading_space):
 def test_another_decoder_is_refused(decoder):
     with pytest.raises(ModelError, match=r"its decoder .* is not supported\. Use a model"):
         decoder_kind(decoder)
+
+
+def test_a_byte_level_decoder_after_sentencepiece_steps_is_byte_level() -> None:
+    """What transformers 5.17 makes of a GPT-2 tokenizer in a GGUF file."""
+    steps = [
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    ]
+    kind = decoder_kind({"type": "Sequence", "decoders": steps})
+    assert kind == decoder_kind(steps[-1])
+    assert kind.bytes_of("Ġdog") == b" dog"
