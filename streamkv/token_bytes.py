@@ -51,7 +51,7 @@ def decoder_kind(decoder: Spec | None) -> DecoderKind:
     """
     parts = list(components(decoder))
     types = [part["type"] for part in parts]
-    # transformers 5.17 puts a GGUF's SentencePiece steps before ByteLevel; on the byte-level alphabet,
+    # transformers 5.17 puts a GGUF's SentencePiece steps before ByteLevel; on that alphabet,
     # which has no space mark, they change nothing.
     if types[-1:] == ["ByteLevel"] and set(types[:-1]) <= {"ByteFallback", "Fuse", "Replace"}:
         return DecoderKind(True, False, False, LeadingSpace.KEEP)
