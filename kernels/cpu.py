@@ -20,7 +20,7 @@ from streamkv.kernels.cpu_prefill import (
     rows_per_layer,
 )
 from streamkv.kernels.reference import merge
-from streamkv.kernels.rope import RopeTables, rotate
+from streamkv.kernels.rope import RopeTables, rotate_into
 from streamkv.kernels.table import SequenceTable
 
 __all__ = ["Plan", "WritePlan", "attend", "merge", "plan_attention", "plan_write", "write_kv"]
@@ -33,16 +33,20 @@ Plan = DecodePlan | PrefillPlan
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """Where and at which angle the tokens of a step are written.
+    """Where and at which angle the tokens of a step are written. It owns scratch, as plans do.
 
     Attributes:
         rows: int64 [2 * T * num_kv_heads], rows of layer 0 in the pool as [-1, head_dim].
         cos, sin: float32 [T, 1, rotary_dim / 2].
+        turned: scratch float32 [T, num_kv_heads, head_dim].
+        tokens: scratch [2, T, num_kv_heads, head_dim].
     """
 
     rows: Tensor
     cos: Tensor
     sin: Tensor
+    turned: Tensor
+    tokens: Tensor
 
 
 def plan_write(slot_mapping: Tensor, rope: RopeTables, pool: Tensor) -> WritePlan:
@@ -52,15 +56,25 @@ def plan_write(slot_mapping: Tensor, rope: RopeTables, pool: Tensor) -> WritePla
     planes = torch.arange(2 * num_kv_heads).view(2, 1, num_kv_heads) * block_size
     first = block_ids * (pool.shape[1] * rows_per_layer(pool)) + offsets
     cos, sin = rope.rows(offsets)
-    return WritePlan((first[:, None] + planes).view(-1), cos[:, None], sin[:, None])
+    shape = (offsets.shape[0], num_kv_heads, pool.shape[5])
+    return WritePlan(
+        rows=(first[:, None] + planes).view(-1),
+        cos=cos[:, None],
+        sin=sin[:, None],
+        turned=torch.empty(shape),
+        tokens=pool.new_empty(2, *shape),
+    )
 
 
 def write_kv(pool: Tensor, k: Tensor, v: Tensor, layer: int, plan: WritePlan) -> None:
     """Write un-rotated `k` and `v` [T, num_kv_heads, head_dim] into one layer of the pool."""
     head_dim = pool.shape[5]
     layer_rows = pool.view(-1, head_dim)[layer * rows_per_layer(pool) :]
-    rotated = rotate(k, plan.cos, plan.sin).to(pool.dtype)
-    layer_rows.index_copy_(0, plan.rows, torch.cat((rotated, v)).view(-1, head_dim))
+    # In float32 whatever the pool's type: what is stored is rounded once.
+    rotate_into(plan.turned, k.float(), plan.cos, plan.sin)
+    plan.tokens[0].copy_(plan.turned)
+    plan.tokens[1].copy_(v)
+    layer_rows.index_copy_(0, plan.rows, plan.tokens.view(-1, head_dim))
 
 
 def plan_attention(

@@ -27,7 +27,7 @@ NEAR_QUERIES = 128
 """Queries of a near tile: fewer make small products, more make masked scores (measured)."""
 
 CAPPED_SCORES = 1 << 16
-"""Scores per head of a capped tile; they are kept whole, and should stay in the cache."""
+"""Scores of a head in a capped tile; they are kept whole, and should stay in the cache."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -84,7 +84,10 @@ class PrefillPlan:
         near_tiles: cover all rows.
         capped_tiles: those with a visible key.
         turn: cos and sin [num_queries, 1, rotary_dim / 2] of the queries for the near run.
-        queries: scratch [num_kv_heads, num_queries, group, head_dim].
+        queries: scratch [num_kv_heads, num_queries, group, head_dim], turned.
+        unturned: scratch float32 of the same shape, for the capped run.
+        out: scratch of the same shape.
+        lse: scratch float32 [num_kv_heads, num_queries * group].
     """
 
     near: Run
@@ -93,6 +96,9 @@ class PrefillPlan:
     capped_tiles: tuple[Tile, ...]
     turn: tuple[Tensor, Tensor]
     queries: Tensor
+    unturned: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +150,17 @@ def plan_prefill(
     cos, sin = (row[:, None].to(pool.dtype) for row in rope.rows(tokens - query_start))
     capped_queries = max(NEAR_QUERIES, CAPPED_SCORES // max(1, capped.rows.shape[0]) // group)
     capped_tiles = _tiles(capped, tokens, capped_queries, masks)
+    by_head = (num_kv_heads, num_queries, group, head_dim)
     return PrefillPlan(
         near=_run(near, rope, pool),
         capped=_run(capped, rope, pool),
         near_tiles=_tiles(near, tokens, NEAR_QUERIES, masks),
         capped_tiles=tuple(tile for tile in capped_tiles if tile.low < tile.high),
         turn=(cos, sin),
-        queries=pool.new_empty(num_kv_heads, num_queries, group, head_dim),
+        queries=pool.new_empty(by_head),
+        unturned=torch.empty(by_head),
+        out=pool.new_empty(by_head),
+        lse=torch.empty(num_kv_heads, num_queries * group),
     )
 
 
@@ -237,30 +247,32 @@ def attend_prefill(
 ) -> tuple[Tensor, Tensor]:
     """out [T, num_q_heads, head_dim] in q's type and lse float32 [T, num_q_heads]."""
     num_kv_heads, num_queries, group, head_dim = plan.queries.shape
+    rows = (num_kv_heads, num_queries * group, head_dim)
     by_head = q.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
     rotate_into(plan.queries, by_head, *plan.turn)
     keys, values = plan.near.read(pool, layer)
-    out = q.new_empty(num_kv_heads, num_queries * group, head_dim)
-    lse = torch.empty(num_kv_heads, num_queries * group)
-    queries = plan.queries.view(out.shape)
     for tile in plan.near_tiles:
-        _attend_near(out, lse, queries, keys, values, tile, scale)
+        _attend_near(plan, plan.queries.view(rows), keys, values, tile, scale)
     if plan.capped_tiles:
         keys, values = plan.capped.read(pool, layer)
-        queries = by_head.reshape(out.shape)
+        queries = plan.unturned.copy_(by_head).view(rows)
         for tile in plan.capped_tiles:
-            _join_capped(out, lse, queries, keys, values, tile, scale)
-    out = out.view(num_kv_heads, num_queries, group, head_dim).transpose(0, 1)
-    lse = lse.view(num_kv_heads, num_queries, group).transpose(0, 1)
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+            _join_capped(plan, queries, keys, values, tile, scale)
+    # Fresh memory: the plan's own is written again in the next layer.
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out.view(by_head.transpose(0, 1).shape).copy_(plan.out.transpose(0, 1))
+    lse = plan.lse.view(num_kv_heads, num_queries, group).transpose(0, 1)
+    return out, lse.clone(memory_format=torch.contiguous_format).view(q.shape[:2])
 
 
 def _attend_near(
-    out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
+    plan: PrefillPlan, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
 ) -> None:
-    """Fill a tile's rows of `out` and `lse` from turned queries; all [num_kv_heads, ...]."""
+    """Fill a tile's rows of the plan's out and lse from turned queries; all [num_kv_heads, ...]."""
+    out, lse = plan.out.view(q.shape)[:, tile.rows], plan.lse[:, tile.rows]
     if tile.low == tile.high:
-        out[:, tile.rows], lse[:, tile.rows] = 0.0, -math.inf
+        out.fill_(0.0)
+        lse.fill_(-math.inf)
         return
     tile_out, tile_lse = _flash(
         q[None, :, tile.rows],
@@ -269,27 +281,28 @@ def _attend_near(
         attn_mask=None if tile.mask is None else tile.mask[None],
         scale=scale,
     )
+    out.copy_(tile_out[0])
+    lse.copy_(tile_lse[0])
     if tile.blind is not None:
         # The kernel reports 0 for a row without a key, as if its scores summed to one.
-        tile_lse.masked_fill_(tile.blind, -math.inf)
-    out[:, tile.rows], lse[:, tile.rows] = tile_out[0], tile_lse[0]
+        lse.masked_fill_(tile.blind, -math.inf)
 
 
 def _join_capped(
-    out: Tensor, lse: Tensor, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
+    plan: PrefillPlan, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
 ) -> None:
-    """Join capped keys to a tile's rows of `out` and `lse`; the queries are not turned."""
+    """Join capped keys to a tile's rows of the plan's out and lse; the queries are not turned."""
+    out, lse = plan.out.view(q.shape)[:, tile.rows], plan.lse[:, tile.rows]
     columns = slice(tile.low, tile.high)
-    turned = keys[:, columns].float().transpose(1, 2) * scale
-    scores = torch.bmm(q[:, tile.rows].float(), turned)
+    # Key by row, not row by key: softmax over the few keys then runs along the many rows.
+    scores = torch.bmm(keys[:, columns].float() * scale, q[:, tile.rows].transpose(1, 2))
     if tile.mask is not None:
-        scores += tile.mask
+        scores += tile.mask.transpose(1, 2)
     # The near keys take part as one more key, whose score is their lse and whose value their out.
-    scores = torch.cat((lse[:, tile.rows, None], scores), -1)
-    weights = scores.softmax(-1)
+    scores = torch.cat((lse[:, None], scores), 1)
+    weights = scores.softmax(1)
     if tile.blind is not None:
         weights = weights.nan_to_num_(0.0)
     weights = weights.to(out.dtype)
-    near = out[:, tile.rows].mul_(weights[..., :1])
-    near.baddbmm_(weights[..., 1:], values[:, columns])
-    lse[:, tile.rows] = scores.logsumexp(-1)
+    out.mul_(weights[:, 0, :, None]).baddbmm_(weights[:, 1:].transpose(1, 2), values[:, columns])
+    lse.copy_(scores.logsumexp(1))
