@@ -95,7 +95,7 @@ class ReadingDisplay:
         progress.add_row(
             f"  {self._what}",
             ProgressBar(total=num_chars, completed=reading.text_chars, width=30),
-            f"{reading.text_chars / num_chars:.0%}",
+            f"{part_read(reading, num_chars):.0%}",
             f"{reading.token_index:,} tokens",
             f"{tokens_per_s:,.0f} tokens/s",
             f"{time_left(reading, num_chars, tokens_per_s)} left",
@@ -112,10 +112,15 @@ def reading_line(reading: Reading, num_chars: int, tokens_per_s: float) -> str:
         if name in reading.tiers
     )
     return (
-        f"{reading.text_chars / num_chars:4.0%}  {reading.token_index:,} tokens, "
+        f"{part_read(reading, num_chars):4.0%}  {reading.token_index:,} tokens, "
         f"{tokens_per_s:,.0f} tokens/s, {time_left(reading, num_chars, tokens_per_s)} left; "
         f"{attended(reading)}; {tiers}"
     )
+
+
+def part_read(reading: Reading, num_chars: int) -> float:
+    """Of `num_chars` characters, at most 1: a plan may be made anew below what was read."""
+    return min(1.0, reading.text_chars / num_chars)
 
 
 def attended(reading: Reading) -> str:

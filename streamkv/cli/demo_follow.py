@@ -5,11 +5,15 @@ between two steps.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from streamkv.cli.console import Output
 from streamkv.cli.demo_display import ReadingDisplay
 from streamkv.cli.demo_job import Event, Note, Reading, Ready, StepDone, Wrote
+
+RECENT_S = 10.0
+"""A rate is that of the last seconds: other programs come and go."""
 
 
 class Speed:
@@ -22,6 +26,7 @@ class Speed:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
+        self._recent = deque([(self._began, 0)])
 
     @property
     def elapsed_s(self) -> float:
@@ -29,8 +34,13 @@ class Speed:
         return self._clock() - self._began
 
     def tokens_per_s(self, reading: Reading) -> float:
-        """Rate of the stretch so far."""
-        return reading.num_tokens / max(self.elapsed_s, 1e-9)
+        """Rate of the last `RECENT_S` seconds, or since the report before them."""
+        now = self._clock()
+        while len(self._recent) > 1 and self._recent[1][0] <= now - RECENT_S:
+            self._recent.popleft()
+        since, num_tokens = self._recent[0]
+        self._recent.append((now, reading.num_tokens))
+        return (reading.num_tokens - num_tokens) / max(now - since, 1e-9)
 
 
 class Follower:

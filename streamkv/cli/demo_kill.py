@@ -19,6 +19,9 @@ from streamkv.cli.demo_settings import COPY_STORE, READER_STORE, DemoSettings
 from streamkv.session_copy import SessionCopy, copy_session
 
 MEASURED_S = 4.0
+MAX_LEAD_S = 20.0
+"""A machine that became slow after the copy was taken does not have to read all of the lead."""
+
 IMPORTS_S = 5.0
 """Of a process that is started, about; besides opening its engine."""
 
@@ -67,6 +70,8 @@ class FirstAct:
         self._began = began
         self._clock = clock
         self._plan: Plan | None = None
+        self._is_measured = False
+        self._copied_at = 0.0
         self._copied: SessionCopy | None = None
 
     def run(self) -> Killed:
@@ -104,24 +109,30 @@ class FirstAct:
                 rate = speed.tokens_per_s(event)
                 elapsed_s = self._clock() - self._began
                 pace = Pace(elapsed_s, start_s, event.token_index, event.text_chars, rate)
-                yield event, pace
                 if self._copied is None:
                     self._make_plan(pace, speed.elapsed_s)
+                yield event, pace
 
     def _make_plan(self, pace: Pace, measured_s: float) -> None:
         num_chars = self._settings.text.num_chars
-        if measured_s >= MEASURED_S or pace.text_chars >= num_chars * MEASURED_FRACTION:
-            window_size, limit_s = self._settings.window_size, self._settings.limit_s
-            self._plan = make_plan(pace, num_chars, window_size, limit_s)
+        window_size, limit_s = self._settings.window_size, self._settings.limit_s
+        self._plan = make_plan(pace, num_chars, window_size, limit_s)
+        self._is_measured = (
+            measured_s >= MEASURED_S or pace.text_chars >= num_chars * MEASURED_FRACTION
+        )
 
     def _is_over(self, reading: Reading) -> bool:
         """Take the copy when it is time; whether it is time to kill."""
-        if self._plan is None or reading.token_index < self._plan.copy_at:
+        if self._plan is None or not self._is_measured:
+            return False
+        if reading.token_index < self._plan.copy_at:
             return False
         if self._copied is None:
             source, target = self._settings.store(READER_STORE), self._settings.store(COPY_STORE)
             self._copied = copy_session(source, target, SESSION)
-        return reading.token_index >= self._copied.num_tokens + self._plan.lead
+            self._copied_at = self._clock()
+        is_late = self._clock() - self._copied_at > MAX_LEAD_S
+        return is_late or reading.token_index >= self._copied.num_tokens + self._plan.lead
 
 
 def _newest(unread: list[Event], reading: Reading) -> Reading:

@@ -1,6 +1,7 @@
 """What a demo reads, by what, and where it keeps it. Plain data."""
 
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 from streamkv.cli.demo_job import SESSION, Job, Step
@@ -39,6 +40,15 @@ class DemoSettings:
     ssd_bytes: int
     limit_s: float
     directory: Path
+
+    def line_end(self, start: int, num_chars: int) -> int:
+        """Where the first line ends that ends within `num_chars` characters from `start` on.
+
+        The end of that stretch if none does, or of the text if it comes before.
+        """
+        found = "".join(islice(chain.from_iterable(self.text.pieces(start)), num_chars))
+        at = found.find("\n")
+        return start + (len(found) if at < 0 else at + 1)
 
     def store(self, name: str) -> Path:
         """Directory of one of the stores."""

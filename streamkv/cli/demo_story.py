@@ -134,12 +134,13 @@ class Story:
     def _resume(self, killed: Killed, journal: JournalCheck) -> Resumed:
         settings = self._settings
         num_chars = settings.text.num_chars
-        # Near enough to the kill for all of the window to be what came back from the ssd tier.
-        check_end = min(journal.text_chars + settings.window_size, num_chars)
+        # Near the kill, where wrong KV from the ssd tier, or a wrong seam, would show most.
+        size = settings.window_size
+        check_end = settings.line_end(min(journal.text_chars + size, num_chars), size)
         elapsed_s = self._clock() - self._began
         pace = killed.pace.later(elapsed_s, journal.num_tokens, journal.text_chars)
-        end = end_within(pace, num_chars, settings.window_size, settings.limit_s)
-        end = max(end, check_end)
+        in_time = end_within(pace, num_chars, size, settings.limit_s)
+        end = max(check_end, settings.line_end(in_time, size))
         asks = [Ask(question, ANSWER_TOKENS) for question in QUESTIONS]
         steps: list[Step] = [Read(check_end), GoOn(COMPARED_TOKENS), Read(end), *asks]
         with Child(settings.job(READER_STORE, *steps)) as child:

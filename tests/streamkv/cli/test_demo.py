@@ -31,9 +31,9 @@ def demo_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_it_reads_all_of_the_text_and_is_killed_in_the_middle(demo_run: DemoRun) -> None:
     outcome = demo_run.outcome
     assert outcome.whole.text_chars == len(TEXT)
-    assert outcome.killed.acknowledged.text_chars < outcome.journal.text_chars < len(TEXT)
+    assert outcome.killed.acknowledged.text_chars <= outcome.journal.text_chars < len(TEXT)
     assert outcome.journal.num_tokens >= outcome.killed.acknowledged.token_index
-    assert 256 <= outcome.distance <= 8192
+    assert 0 < outcome.distance <= 8192
     assert outcome.killed.acknowledged.num_window_tokens == 128
 
 

@@ -41,6 +41,10 @@ def test_each_step_is_followed_to_its_end(capsys: pytest.CaptureFixture[str]) ->
     assert follower.read("reading", 4_000) == (None, 0.0)
 
 
-def test_a_speed_counts_from_when_it_was_made() -> None:
-    times = iter([10.0, 14.0])
-    assert Speed(lambda: next(times)).tokens_per_s(reading(2_000)) == 500.0
+def test_a_speed_is_that_of_the_last_ten_seconds() -> None:
+    times = iter([10.0, 14.0, 20.0, 24.0, 60.0])
+    speed = Speed(lambda: next(times))
+    assert speed.tokens_per_s(reading(2_000)) == 500.0
+    assert speed.tokens_per_s(reading(2_600)) == 260.0
+    assert speed.tokens_per_s(reading(2_700)) == 70.0
+    assert speed.tokens_per_s(reading(3_060)) == 10.0
