@@ -252,12 +252,13 @@ class NativeDecoder:
             want_logits: return float32 [vocab_size] after the token.
         """
         first, end, distances = _seen(table, query_index, window_size)
+        block_ids = table.block_ids.contiguous()
         step = _Step()
         step.token_id = token_id
         step.block_id, step.offset = divmod(slot, self._pool.shape[4])
         step.num_entries = table.num_entries
         step.num_splits = max(1, -(-table.num_entries // ENTRIES_PER_SPLIT))
-        step.block_ids, step.distances = table.block_ids.data_ptr(), distances.data_ptr()
+        step.block_ids, step.distances = block_ids.data_ptr(), distances.data_ptr()
         step.first, step.end = first.data_ptr(), end.data_ptr()
         step.state = self._scratch(step.num_splits).data_ptr()
         logits = torch.empty(self._model.vocab_size) if want_logits else None

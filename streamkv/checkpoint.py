@@ -6,6 +6,7 @@ them. The tier manager keeps the blocks of the checkpoint before until the one a
 
 import logging
 import struct
+import time
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +20,8 @@ from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
 
 _log = logging.getLogger(__name__)
+
+HALF_SECOND = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +68,46 @@ class Checkpointer:
         sequence: the sequence.
         journal: its journal.
         tiers: owner of the blocks.
-        every: tokens between checkpoints.
+        every: tokens between checkpoints; `None`: half a second of work, so that a resume computes
+            about that much anew.
     """
 
     def __init__(
-        self, name: str, sequence: Sequence, journal: Journal, tiers: TierManager, every: int
+        self,
+        name: str,
+        sequence: Sequence,
+        journal: Journal,
+        tiers: TierManager,
+        every: int | None = None,
     ) -> None:
         self._name = name
         self._sequence = sequence
         self._journal = journal
         self._tiers = tiers
         self._every = every
+        self._begun_at, self._begun_s = 0, time.monotonic()
         self._journaled: WindowBlocks | None = None
         self._pending: tuple[CheckpointTicket, WindowBlocks] | None = None
 
     def resumed_from(self, blocks: WindowBlocks) -> None:
         """The journal's newest checkpoint, from which the sequence was restored."""
         self._journaled = blocks
+        self._begun_at = blocks.token_index
 
     def after_step(self) -> None:
         """Journal a checkpoint that has been written, begin one that is due."""
         if self._pending is not None and self._pending[0].done():
             self._finish_or_log()
-        last = self._journaled.token_index if self._journaled else 0
-        if self._pending is None and self._sequence.num_computed - last >= self._every:
+        if self._pending is None and self._is_due():
             self.begin()
+
+    def _is_due(self) -> bool:
+        """Whether a block was filled since the last one, and enough tokens or time went by."""
+        num_tokens = self._sequence.num_computed - self._begun_at
+        if self._every is not None:
+            return num_tokens >= self._every
+        has_block = num_tokens >= self._sequence.block_size
+        return has_block and time.monotonic() - self._begun_s >= HALF_SECOND
 
     def begin(self) -> None:
         """Hand the window to the writer; returns at once."""
@@ -98,6 +116,7 @@ class Checkpointer:
             return
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
+        self._begun_at, self._begun_s = window.token_index, time.monotonic()
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
 
     def _finish_or_log(self) -> None:

@@ -97,8 +97,8 @@ class EngineConfig:
             stores no blocks, so that a resume computes the window anew.
         on_pressure: when blocks are made faster than they can be written: `wait` slows the feed,
             `drop` gives up old blocks (counted).
-        checkpoint_tokens: tokens between checkpoints; `None`: what this machine computes in half a
-            second, at least 512.
+        checkpoint_tokens: tokens between checkpoints; `None`: after half a second of work, at the
+            next full block, so that a resume computes about half a second anew.
         prefill_chunk: tokens of a feed that are computed in one step.
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C++ compiler is there,

@@ -34,8 +34,6 @@ from streamkv.tiers.usage import TierUsage
 from streamkv.tokenizer import Tokenizer, load_tokenizer
 from streamkv.window import Window
 
-DEFAULT_CHECKPOINT_TOKENS = 512
-
 SYSTEM_PROMPT_TOKENS = 512
 """Length of system prompt that the default gpu pool has room for in each session."""
 
@@ -343,7 +341,7 @@ class Engine:
         sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root)
         checkpointer = None
         if journal is not None and config.retain != "none":
-            every = config.checkpoint_tokens or DEFAULT_CHECKPOINT_TOKENS
+            every = config.checkpoint_tokens
             checkpointer = Checkpointer(name, sequence, journal, self._tiers, every)
         tokenizer = self._tokenizer
         intake = Intake(sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length)

@@ -104,6 +104,21 @@ def test_logits_and_kv_are_those_of_the_model(
     assert difference < (1e-5 if dtype == "float32" else 5e-3)
 
 
+def test_the_number_of_threads_changes_no_bit(tiny_model_dir: Path, library: Path) -> None:
+    adapter = ModelAdapter.load(str(tiny_model_dir))
+    rope, weights = RopeTables(adapter.inv_freq, 128), native_weights(adapter).decoder
+    found = []
+    for num_threads in (1, 2, 3):
+        decoder = NativeDecoder(library, weights, GpuPool(adapter.spec, 2).data, rope, num_threads)
+        for index in range(100):
+            rows = [(0, 0, 2**62, 0, min(64, index + 1)), (1, 64, 2**62, 0, max(0, index - 63))]
+            block_ids, *rest = torch.tensor(rows).t().contiguous().unbind(0)
+            table = native.SequenceTable(block_ids, *rest, num_sink_entries=0)
+            logits = decoder.decode(5 + index, index, index, table, 128, want_logits=True)
+        found.append(logits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_weights_that_are_exact_in_bfloat16_are_read_narrow(tiny_model_dir: Path) -> None:
     adapter = ModelAdapter.load(str(tiny_model_dir))
     assert native_weights(adapter).decoder.embed.dtype == torch.float32
