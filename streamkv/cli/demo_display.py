@@ -23,7 +23,7 @@ from streamkv.cli.demo_job import Reading
 from streamkv.cli.progress import format_duration
 from streamkv.config import format_size
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S = 10.0
 REFRESH_PER_S = 8
 TIERS = ("gpu", "cpu", "ssd")
 
@@ -49,6 +49,7 @@ class ReadingDisplay:
         self._what = what
         self._clock = clock
         self._shown = clock()
+        self._last: Reading | None = None
         self._live: Live | None = None
         if console is None and output.is_terminal and not output.as_json:
             console = make_console()
@@ -67,14 +68,14 @@ class ReadingDisplay:
             self._live.update(self._picture(reading, num_chars, tokens_per_s))
         elif self._clock() - self._shown >= LINE_EVERY_S:
             self._shown = self._clock()
-            self._output.line("  " + reading_line(reading, num_chars, tokens_per_s))
+            self._line(reading, num_chars, tokens_per_s)
 
     def end(self, reading: Reading, num_chars: int, tokens_per_s: float) -> None:
         """Show the last state, which stays."""
         if self._live is not None:
             self._live.update(self._picture(reading, num_chars, tokens_per_s))
-        else:
-            self._output.line("  " + reading_line(reading, num_chars, tokens_per_s))
+        elif reading != self._last:
+            self._line(reading, num_chars, tokens_per_s)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -89,6 +90,10 @@ class ReadingDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def _line(self, reading: Reading, num_chars: int, tokens_per_s: float) -> None:
+        self._last = reading
+        self._output.line("  " + reading_line(reading, num_chars, tokens_per_s))
 
     def _picture(self, reading: Reading, num_chars: int, tokens_per_s: float) -> Group:
         progress = Table.grid(padding=(0, 2))

@@ -1,6 +1,7 @@
 """What a person sees of a reading, on a terminal and elsewhere."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -28,16 +29,18 @@ def test_a_line_has_rate_time_left_sinks_window_and_tiers() -> None:
 def test_elsewhere_it_is_a_line_now_and_then_and_one_at_the_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    times = iter([0.0, 1.0, 6.0, 6.0, 7.0])
+    later = replace(READING, token_index=10_001)
+    times = iter([0.0, 1.0, 11.0, 11.0, 12.0])
     with ReadingDisplay(Output(), "reading", lambda: next(times)) as display:
         display.update(READING, 100_000, 500.0)
         assert capsys.readouterr().out == ""
         display.update(READING, 100_000, 500.0)
         assert capsys.readouterr().out == f"  {LINE}\n"
         display.update(READING, 100_000, 500.0)
-        assert capsys.readouterr().out == ""
         display.end(READING, 100_000, 500.0)
-        assert capsys.readouterr().out == f"  {LINE}\n"
+        assert capsys.readouterr().out == ""
+        display.end(later, 100_000, 500.0)
+        assert "10,001 tokens" in capsys.readouterr().out
 
 
 def test_with_json_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
