@@ -1,18 +1,11 @@
 """A decode step as one native call: `decoder.c`, compiled for this processor when first needed.
 
-Compiling takes a second and needs a C compiler; the result is kept in a directory of the caller's
-under a name that says source, compiler and processor. Whoever has no compiler gets
+Whoever has no compiler (`native_build`), or a model of another shape, gets
 `NativeUnavailableError` with the reason and stays on the other path. This module knows neither
 models of transformers nor sessions.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamkv.errors import StreamKVError
+from streamkv.kernels.native_build import NativeUnavailableError
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import SequenceTable
 from streamkv.kernels.thread_choice import ThreadChoice
 
-SOURCE = Path(__file__).with_name("decoder.c")
 LANES = 16
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
@@ -33,20 +25,7 @@ BLOCK_SIZE = 64
 ENTRIES_PER_SPLIT = 8
 """Entries whose attention is one task of a thread."""
 
-_FLAGS = ["-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
-# Not every compiler knows every flag: the first set that compiles is taken.
-_FLAG_SETS = [
-    ["-march=native", "-fopenmp"],
-    ["-mcpu=native", "-fopenmp"],
-    ["-fopenmp"],
-    ["-march=native"],
-    [],
-]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class NativeUnavailableError(StreamKVError):
-    """There is no native decode step here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,54 +103,6 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("block_ids", "distances", "first", "end")),
         *((name, ctypes.c_void_p) for name in ("state", "logits")),
     ]
-
-
-def find_compiler() -> str | None:
-    """Path of a C compiler: `CC`, else cc, gcc or clang."""
-    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
-
-
-def build(directory: Path) -> Path:
-    """The compiled library in `directory`, made if it is not there.
-
-    Raises:
-        NativeUnavailableError: no compiler, or none of the sets of flags compiles.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise NativeUnavailableError("there is no C compiler. Install gcc or clang, or set CC.")
-    target = directory / f"decoder-{_identity(compiler)}.so"
-    if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, target)
-    return target
-
-
-def _identity(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    processor = platform.processor() + platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        processor += "".join(line for line in lines[:40] if line.startswith(("flags", "Features")))
-    parts = [SOURCE.read_text(), version.stdout, processor, repr((_FLAGS, _FLAG_SETS))]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def _compile(compiler: str, target: Path) -> None:
-    errors = ""
-    for flags in _FLAG_SETS:
-        with tempfile.TemporaryDirectory(dir=target.parent) as made:
-            path = Path(made) / target.name
-            command = [compiler, *_FLAGS, *flags, str(SOURCE), "-o", str(path), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                # Renamed into place, so that two processes at once do no harm.
-                path.rename(target)
-                return
-            errors = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
-    raise NativeUnavailableError(f"{compiler} cannot compile {SOURCE.name}: {errors}")
 
 
 class NativeDecoder:

@@ -81,11 +81,10 @@ class EngineConfig:
 
     Attributes:
         window_size: newest tokens attended, the current one included.
-        num_sink_tokens: first tokens of the stream attended for ever. A system prompt is kept
-        whole:
-            the larger of the two counts.
-        dtype: element type of weights and KV. `auto`: bfloat16 on a GPU, float32 on a CPU.
-        device: `auto` takes a GPU if there is one.
+        num_sink_tokens: first tokens of the stream attended for ever; a system prompt is kept
+            whole, whatever its length.
+        dtype: element type of weights and KV. `auto`: float32 on a CPU.
+        device: `auto` or `cpu`; this version computes on the CPU.
         gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
             `max_sessions` windows need.
         max_sessions: live sessions that the default gpu pool has room for.
@@ -101,7 +100,7 @@ class EngineConfig:
             next full block, so that a resume computes about half a second anew.
         prefill_chunk: tokens of a feed that are computed in one step.
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
-        compile: `auto` compiles the decode step in the background when a C++ compiler is there,
+        compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
         recall_blocks: old blocks recalled into attention.
         trust_remote_code: let a model's own Python code run.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from streamkv.kernels.huge_pages import pack
-from streamkv.kernels.native import DecoderWeights, LayerWeights, NativeUnavailableError
+from streamkv.kernels.native import DecoderWeights, LayerWeights
+from streamkv.kernels.native_build import NativeUnavailableError
 from streamkv.model import ModelAdapter
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

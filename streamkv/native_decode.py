@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from streamkv.kernels import reference
-from streamkv.kernels.native import NativeDecoder, NativeUnavailableError, build
+from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native_build import NativeUnavailableError, build
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import NO_CAP, SequenceTable
 from streamkv.model import ModelAdapter

@@ -76,8 +76,7 @@ class Score:
         text: its text; a character that spans tokens appears with its last one.
         token_index: index in the session's stream.
         logprob: natural logarithm of its probability given all before it; `None` for the first
-        token
-            of a stream.
+            token of a stream.
     """
 
     token_id: int

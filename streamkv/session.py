@@ -67,8 +67,7 @@ class Session:
 
         Args:
             items: a text, or any iterable of texts and lists of token ids; it may be infinite and
-            is
-                consumed lazily. Items are joined exactly as given.
+                is consumed lazily. Items are joined exactly as given.
 
         Returns:
             An iterator of progress, one for each prefill chunk and one at the end. It must be

@@ -87,7 +87,7 @@ class StoreFormat:
             _refuse(path, "KV layout", self.spec, opened.spec)
 
 
-_REMEDY = "Use another --store, or delete that directory (it is a cache; nothing else is in it)."
+_REMEDY = "Use another --store: sessions belong to the model that made them."
 
 
 def _describe(identity: StoreIdentity) -> str:

@@ -77,7 +77,7 @@ class StoreTier(StoreView, ABC):
         self._counters = Counters(COUNTERS)
         self._reader = BlockReader(spec, self._snapshot, self._counters)
         prepare_directory(path)
-        remedy = "Connect to that process with --url, or use another --store."
+        remedy = "Talk to that process (streamkv serve), close it, or use another --store."
         self._owner = FileLock(path / OWNER_FILE, remedy=remedy)
         try:
             self._open()

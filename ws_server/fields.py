@@ -9,7 +9,7 @@ from typing import Any
 from streamkv.errors import InputError
 from streamkv.ws_server.messages import VERSION, ErrorCode, Feed, RequestId
 
-MAX_NAME_CHARS = 128
+MAX_NAME_CHARS = 100
 MAX_ID_CHARS = 64
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PARAMS = 32

@@ -104,9 +104,9 @@ def _compute(machine: Machine) -> Check:
 
 def _compiled_decode(machine: Machine) -> Check:
     if machine.compiler is None:
-        remedy = "Install g++ or clang++ for faster decoding."
-        return Check("decode", Level.WARN, "no C++ compiler, so steps stay eager", remedy)
-    return Check("decode", Level.OK, f"steps can be compiled with {machine.compiler}")
+        remedy = "Install gcc or clang for faster decoding, or set CC."
+        return Check("decode", Level.WARN, "no C compiler: decoding is slow", remedy)
+    return Check("decode", Level.OK, f"the native decode step is compiled by {machine.compiler}")
 
 
 def _triton(machine: Machine) -> Check:

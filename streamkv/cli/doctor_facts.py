@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamkv.kernels.native_build import find_compiler
 from streamkv.model_cache import cache_root
 from streamkv.model_files import DEFAULT_MODEL, DEFAULT_WHEEL, wheel_gguf
 
@@ -20,7 +21,6 @@ PACKAGES = (
     "websockets",
     "safetensors",
 )
-COMPILERS = ("c++", "g++", "clang++")
 _ISA_FLAGS = (
     "avx2",
     "avx512f",
@@ -50,7 +50,7 @@ class Machine:
         memory_bytes, free_memory_bytes: main memory.
         gpus: names of the GPUs that torch sees.
         no_gpu_reason: why it sees none; empty if it does.
-        compiler: path of the C++ compiler, or `None`.
+        compiler: path of the C compiler, or `None`.
         python: its version.
         platform: operating system and architecture.
         versions: version of each package, `None` if it is not installed.
@@ -98,7 +98,7 @@ def examine_machine(store: Path) -> Machine:
         free_memory_bytes=free,
         gpus=gpus,
         no_gpu_reason=reason,
-        compiler=_compiler(),
+        compiler=find_compiler(),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions={name: installed_version(name) for name in PACKAGES},
@@ -183,12 +183,6 @@ def _gpus() -> tuple[tuple[str, ...], str]:
     if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
         return (), "no NVIDIA driver is installed"
     return (), "torch cannot use the driver that is installed"
-
-
-def _compiler() -> str | None:
-    named = os.environ.get("CXX")
-    candidates = (named, *COMPILERS) if named else COMPILERS
-    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def _hub_root() -> Path:

@@ -68,8 +68,8 @@ class _Field:
 
     def parameter(self, owner: type) -> inspect.Parameter:
         [field] = [field for field in dataclasses.fields(owner) if field.name == self.name]
-        shown = "chosen by measure" if field.default is None else str(field.default)
-        option = typer.Option(self.flag, help=self.help, show_default=shown)
+        show_default = False if field.default is None else str(field.default)
+        option = typer.Option(self.flag, help=self.help, show_default=show_default)
         annotation = Annotated[self.kind | None, option]  # type: ignore[name-defined]
         return _keyword(self.name, annotation, None)
 
@@ -78,7 +78,7 @@ _ENGINE = (
     _Field("window_size", "--window", int, "Newest tokens attended."),
     _Field("num_sink_tokens", "--sinks", int, "First tokens attended for ever."),
     _Field("dtype", "--dtype", str, "auto, float32, bfloat16 or float16."),
-    _Field("num_threads", "--threads", int, "Threads of the CPU path."),
+    _Field("num_threads", "--threads", int, "Threads of the CPU path; all cores unless given."),
     _Field("compile", "--compile", str, "Compile the decode step in the background: auto or off."),
 )
 _PERSISTENT = (
@@ -87,7 +87,12 @@ _PERSISTENT = (
     _Field("codec", "--codec", str, "Of stored blocks: zstd or raw, both lossless."),
     _Field("retain", "--retain", str, "Blocks to keep: all, window or none."),
     _Field("on_pressure", "--on-pressure", str, "When the disk is too slow: wait or drop."),
-    _Field("checkpoint_tokens", "--checkpoint-tokens", int, "Tokens between two checkpoints."),
+    _Field(
+        "checkpoint_tokens",
+        "--checkpoint-tokens",
+        int,
+        "Tokens between checkpoints; 0.5 s unless given.",
+    ),
 )
 _CHUNK = (_Field("prefill_chunk", "--chunk", int, "Tokens computed in one step."),)
 _SAMPLING = (
@@ -96,8 +101,8 @@ _SAMPLING = (
     _Field("top_p", "--top-p", float, "Keep the likeliest tokens up to this probability."),
     _Field("min_p", "--min-p", float, "Keep tokens so likely relative to the likeliest."),
     _Field("repetition_penalty", "--repetition-penalty", float, "Above 1 discourages repetition."),
-    _Field("seed", "--seed", int, "The same seed draws the same answer."),
-    _Field("max_tokens", "--max-tokens", int, "Most tokens of an answer."),
+    _Field("seed", "--seed", int, "The same seed draws the same answer; drawn anew unless given."),
+    _Field("max_tokens", "--max-tokens", int, "Most tokens of an answer; no limit unless given."),
 )
 
 

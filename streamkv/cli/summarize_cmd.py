@@ -29,7 +29,7 @@ def summarize(
     ] = "markdown",
     segment_tokens: Annotated[
         int | None,
-        typer.Option("--segment-tokens", help="Most tokens of a part.", show_default="512"),
+        typer.Option("--segment-tokens", help="Most tokens of a part.", show_default="320"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,8 @@ import torch
 from streamkv import Engine, EngineConfig, SamplingParams
 from streamkv.block_table import BlockTable
 from streamkv.kernels import native, reference
-from streamkv.kernels.native import NativeDecoder, NativeUnavailableError, build
+from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native_build import NativeUnavailableError, build, find_compiler
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.model_native import native_weights
@@ -21,7 +22,7 @@ from streamkv.window import Window
 
 pytestmark = [
     pytest.mark.usefixtures("own_cache"),
-    pytest.mark.skipif(native.find_compiler() is None, reason="there is no C compiler"),
+    pytest.mark.skipif(find_compiler() is None, reason="there is no C compiler"),
 ]
 
 SHAPES = [

@@ -134,7 +134,7 @@ except StoreError as error:
     with open_tier(tmp_path), script(body, tmp_path) as process:
         output, _ = process.communicate(timeout=60)
     assert output.startswith(f"StoreLockedError {tmp_path} is open in process {os.getpid()} on ")
-    assert "--url" in output
+    assert "streamkv serve" in output
     assert "--store" in output
 
 

@@ -27,8 +27,8 @@ def test_other_weights_are_refused_with_both_named() -> None:
         STORED.check(opened, PATH)
     assert str(caught.value) == (
         "/data/store holds model smollm2-135m (weights 0101010101010101), this engine has "
-        "smollm2-135m (weights 0202020202020202). Use another --store, or delete that directory "
-        "(it is a cache; nothing else is in it)."
+        "smollm2-135m (weights 0202020202020202). Use another --store: sessions "
+        "belong to the model that made them."
     )
 
 

@@ -147,7 +147,7 @@ def test_bad_options_are_refused_before_anything_is_made(
 
 
 def test_a_store_is_open_once(tier: SsdTier) -> None:
-    remedy = r"Connect to that process with --url, or use another --store\."
+    remedy = r"Talk to that process \(streamkv serve\), close it, or use another --store\."
     with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on .* {remedy}"):
         open_tier(tier.path)
     write(tier, 1)
