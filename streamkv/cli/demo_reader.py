@@ -91,6 +91,7 @@ class Reader:
             ssd_bytes=job.ssd_bytes,
             # Compressing fp32 gains a sixth of the room and costs a sixth of the speed.
             codec="raw",
+            checkpoint_tokens=512,
             # The demo decodes little; compiling would take a core from reading.
             compile="off",
         )
