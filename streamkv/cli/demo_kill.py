@@ -7,6 +7,7 @@ copy was taken. The pace is measured all along, and the plan is made anew until 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamkv.cli.console import Output
 from streamkv.cli.demo_checks import CheckFailed
@@ -16,6 +17,7 @@ from streamkv.cli.demo_follow import Follower, Speed
 from streamkv.cli.demo_job import SESSION, Event, Read, Reading, Ready
 from streamkv.cli.demo_plan import Pace, Plan, make_plan
 from streamkv.cli.demo_settings import COPY_STORE, READER_STORE, DemoSettings
+from streamkv.journal import Journal
 from streamkv.session_copy import SessionCopy, copy_session
 
 MEASURED_S = 4.0
@@ -129,10 +131,18 @@ class FirstAct:
             return False
         if self._copied is None:
             source, target = self._settings.store(READER_STORE), self._settings.store(COPY_STORE)
+            # Without one the copy would hold no blocks, and nothing would come back from the tier.
+            if not _has_checkpoint(self._settings.journal(READER_STORE)):
+                return False
             self._copied = copy_session(source, target, SESSION)
             self._copied_at = self._clock()
         is_late = self._clock() - self._copied_at > MAX_LEAD_S
         return is_late or reading.token_index >= self._copied.num_tokens + self._plan.lead
+
+
+def _has_checkpoint(path: Path) -> bool:
+    with Journal.read_beside(path) as journal:
+        return journal.state.last_checkpoint is not None
 
 
 def _newest(unread: list[Event], reading: Reading) -> Reading:

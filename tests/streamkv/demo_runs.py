@@ -15,7 +15,7 @@ from streamkv.session_copy import SessionCopy, copy_session
 
 TEXT = "".join(
     f"Entry {number}: the {animal} sleeps in the sun,\tand nothing is forgotten.\r\n"
-    for number, animal in zip(range(400), itertools.cycle(["dog", "fox", "café 🙂"]), strict=False)
+    for number, animal in zip(range(1000), itertools.cycle(["dog", "fox", "café 🙂"]), strict=False)
 )
 
 
