@@ -98,7 +98,7 @@ class Report:
         return ok
 
     def finish(self) -> bool:
-        """Print the table and the JSON line, write the file; returns whether every bound is kept."""
+        """Print table and JSON line, write the file; returns whether every bound is kept."""
         report = {
             "benchmark": self.benchmark,
             "commit": commit(),

@@ -85,6 +85,8 @@ class Engine:
                 self._store.blocks if self._store else None,
                 retain=self.config.retain,
                 on_pressure=self.config.on_pressure,
+                # What one chunk fills: a writer that lags must not spread over the pool.
+                max_pending=self.config.prefill_chunk // spec.block_size + 4,
             )
         except BaseException:
             if self._store is not None:
