@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 
 from streamkv.errors import InputError, ServerError
 from streamkv.ws_server.messages import (
@@ -85,7 +86,10 @@ class Dialogue:
 
     def lost(self, error: ConnectionClosed) -> ServerError:
         """What a caller is told when the socket is gone."""
-        why = "The server is shutting down" if self.going_away else "The connection was lost"
+        # The close may be seen before the message that announces it was read.
+        says_so = error.rcvd is not None and error.rcvd.code == CloseCode.GOING_AWAY
+        is_ending = self.going_away or says_so
+        why = "The server is shutting down" if is_ending else "The connection was lost"
         return ServerError(f"{why} ({error}). Connect again and open the session: it resumes.")
 
 
