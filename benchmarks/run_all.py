@@ -37,6 +37,7 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
+    Benchmark("cpu_kernels"),
     Benchmark("perplexity", reads_book=True, has_quick=False),
     Benchmark("scoring", reads_book=True),
     Benchmark("decode"),

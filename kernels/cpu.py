@@ -2,8 +2,8 @@
 
 A plan turns a table into indices, angles and masks that all layers of the step share, so that no
 layer loops over blocks. Few queries and many queries are computed differently (`cpu_decode`,
-`cpu_prefill`); callers need not know which. The pool must be contiguous; queries and pool have one
-type. Softmax and sums run in float32.
+`cpu_prefill`), or both natively (`native_attention`); callers need not know which. The pool must be
+contiguous; queries and pool have one type. Softmax and sums run in float32.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from streamkv.kernels.cpu_prefill import (
     plan_prefill,
     rows_per_layer,
 )
+from streamkv.kernels.native_attention import NativeAttention, NativePlan
 from streamkv.kernels.reference import merge
 from streamkv.kernels.rope import RopeTables, rotate_into
 from streamkv.kernels.table import SequenceTable
@@ -28,7 +29,7 @@ __all__ = ["Plan", "WritePlan", "attend", "merge", "plan_attention", "plan_write
 DECODE_QUERIES = 8
 """Up to so many queries, turning queries per entry beats turning keys (measured)."""
 
-Plan = DecodePlan | PrefillPlan
+Plan = DecodePlan | PrefillPlan | NativePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def plan_attention(
     rope: RopeTables,
     pool: Tensor,
     num_q_heads: int,
+    native: NativeAttention | None = None,
 ) -> Plan:
     """Plan the attention of consecutive queries of one sequence, for all layers of a step.
 
@@ -96,8 +98,11 @@ def plan_attention(
         rope: angles; distances beyond its tables are computed.
         pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous.
         num_q_heads: a multiple of num_kv_heads; query heads of one KV head are adjacent.
+        native: bound to the same pool; attends in torch's stead.
     """
     assert pool.is_contiguous() and num_q_heads % pool.shape[3] == 0
+    if native is not None and table.num_entries > 0:
+        return native.plan(table, query_start, num_queries, window_size)
     few = num_queries <= DECODE_QUERIES and table.num_entries > 0
     make = plan_decode if few else plan_prefill
     return make(table, query_start, num_queries, window_size, rope, pool, num_q_heads)
@@ -134,6 +139,9 @@ def attend(
         [T, num_q_heads, head_dim] in q's type; with `return_lse` also float32 [T, num_q_heads]. A
         query that sees nothing gets zeros and -inf.
     """
+    if isinstance(plan, NativePlan):
+        out, lse = plan.attention.attend(q, layer, plan, scale)
+        return (out, lse) if return_lse else out
     if isinstance(plan, DecodePlan):
         out, scores = attend_decode(q, pool, layer, plan, scale)
         return (out, decode_lse(scores, plan)) if return_lse else out

@@ -11,25 +11,14 @@
  * All sums are float32. Weights: float32 or bf16; KV: float32 or bf16; norms and biases: float32.
  * Widths (hidden, intermediate, head_dim) are multiples of 16; the caller checks.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-#define LANES 16
 #define MAX_GROUP 16
 #define MAX_DIM 256
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
-
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 typedef struct {
     const float *input_norm, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o_bias, *mlp_norm;
@@ -51,73 +40,6 @@ typedef struct {
     const int64_t *block_ids, *distances, *first, *end; /* of each entry: slots [first, end) are seen */
     float *state, *logits;                              /* state: see state_floats; logits may be NULL */
 } Step;
-
-INLINE vec load_f32(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-INLINE void store_f32(float *p, vec v) { memcpy(p, &v, sizeof v); }
-INLINE vec load_bf16(const uint16_t *p) {
-    hvec h; vec v;
-    memcpy(&h, p, sizeof h);
-    uvec u = __builtin_convertvector(h, uvec) << 16;
-    memcpy(&v, &u, sizeof v);
-    return v;
-}
-INLINE vec load(const void *base, int64_t at, int type) {
-    return type == BFLOAT16 ? load_bf16((const uint16_t *)base + at)
-                            : load_f32((const float *)base + at);
-}
-INLINE uint16_t to_bf16(float x) { /* round to nearest, ties to even; NaN stays NaN */
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)((u >> 16) | 0x40);
-    return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-#ifndef __has_builtin
-#define __has_builtin(name) 0
-#endif
-#if __has_builtin(__builtin_shufflevector)
-typedef float vec8 __attribute__((vector_size(32)));
-typedef float vec4 __attribute__((vector_size(16)));
-INLINE float sum(vec v) { /* halves stay in registers: a step takes a tenth less time than by memory */
-    vec8 eight = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    vec4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
-                __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-    four += __builtin_shufflevector(four, four, 2, 3, 0, 1);
-    return four[0] + four[1];
-}
-#else
-INLINE float sum(vec v) {
-    float part[LANES], total[4] = {0, 0, 0, 0};
-    memcpy(part, &v, sizeof v);
-    for (int i = 0; i < LANES; i += 4)
-        for (int j = 0; j < 4; j++) total[j] += part[i + j];
-    return (total[0] + total[2]) + (total[1] + total[3]);
-}
-#endif
-INLINE vec splat(float x) { return (vec){0} + x; }
-
-/* exp for x <= 0: 2^n times a polynomial; relative error below 2e-7, exactly 0 far below. */
-INLINE vec exp_negative(vec x) {
-    ivec low = x < -87.0f;
-    vec n_float = x * 1.44269504f - 0.5f;
-    ivec n = __builtin_convertvector(n_float, ivec);
-    n_float = __builtin_convertvector(n, vec);
-    vec r = x - n_float * 0.693359375f;
-    r = r + n_float * 2.12194440e-4f;
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ivec bits;
-    memcpy(&bits, &p, sizeof p);
-    bits += n << 23;
-    bits &= ~low;
-    memcpy(&p, &bits, sizeof p);
-    return p;
-}
 
 /* dots[i] = x . row (first + i) of W [rows, width], four rows at a time, the next four prefetched. */
 INLINE void rows4(const float *x, const void *weights, int64_t row, int64_t width, int type,

@@ -1,8 +1,8 @@
 """Weights in one run of memory that the system backs with huge pages.
 
 A step with one row reads every weight once, and with 4 KiB pages it waits for address translation
-as much as for memory; with huge pages it reads faster by a quarter to a half (measured in
-`benchmarks/cpu_linear.py`). Most weights are smaller than a huge page, so they are copied next to
+as much as for memory; with huge pages it reads faster by a quarter to a half (measured when this
+was written). Most weights are smaller than a huge page, so they are copied next to
 each other, in the order in which they will be read. Where the system has no huge pages this is an
 ordinary copy.
 """

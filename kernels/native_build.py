@@ -1,4 +1,4 @@
-"""Compiles `decoder.c` for this processor, once.
+"""Compiles the native kernels, `decoder.c`, `attention.c` and `scores.c`, for this processor, once.
 
 Compiling takes a second or a few and needs a C compiler; the result is kept in a directory of the
 caller's under a name that says source, compiler and processor. This module knows no tensors.
@@ -14,7 +14,9 @@ from pathlib import Path
 
 from streamkv.errors import StreamKVError
 
-SOURCE = Path(__file__).with_name("decoder.c")
+_HERE = Path(__file__).parent
+_SOURCES = [_HERE / name for name in ("attention.c", "decoder.c", "scores.c")]
+_HEADERS = sorted(_HERE.glob("*.h"))
 
 _FLAGS = ["-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 # Not every compiler knows every flag: the first set that compiles is taken.
@@ -28,7 +30,7 @@ _FLAG_SETS = [
 
 
 class NativeUnavailableError(StreamKVError):
-    """There is no native decode step here; the message says why."""
+    """There is no native kernel here; the message says why."""
 
 
 def find_compiler() -> str | None:
@@ -46,7 +48,7 @@ def build(directory: Path) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailableError("there is no C compiler. Install gcc or clang, or set CC.")
-    target = directory / f"decoder-{_identity(compiler)}.so"
+    target = directory / f"kernels-{_identity(compiler)}.so"
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
         _compile(compiler, target)
@@ -60,7 +62,8 @@ def _identity(compiler: str) -> str:
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
         processor += "".join(line for line in lines[:40] if line.startswith(("flags", "Features")))
-    parts = [SOURCE.read_text(), version.stdout, processor, repr((_FLAGS, _FLAG_SETS))]
+    text = "".join(path.read_text() for path in (*_HEADERS, *_SOURCES))
+    parts = [text, version.stdout, processor, repr((_FLAGS, _FLAG_SETS))]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -69,11 +72,11 @@ def _compile(compiler: str, target: Path) -> None:
     for flags in _FLAG_SETS:
         with tempfile.TemporaryDirectory(dir=target.parent) as made:
             path = Path(made) / target.name
-            command = [compiler, *_FLAGS, *flags, str(SOURCE), "-o", str(path), "-lm"]
+            command = [compiler, *_FLAGS, *flags, *map(str, _SOURCES), "-o", str(path), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 # Renamed into place, so that two processes at once do no harm.
                 path.rename(target)
                 return
             errors = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
-    raise NativeUnavailableError(f"{compiler} cannot compile {SOURCE.name}: {errors}")
+    raise NativeUnavailableError(f"{compiler} cannot compile the C sources: {errors}")

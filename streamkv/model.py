@@ -144,11 +144,15 @@ class ModelAdapter:
         return run_base(self.base, {"input_ids": input_ids}, attend)[0]
 
     @torch.inference_mode()
-    def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Logits float32 [R, vocab_size] of hidden states [R, hidden_size], by the model's head."""
+    def head(self, hidden_rows: Tensor) -> Tensor:
+        """Logits [R, vocab_size], in the head's type, of hidden states [R, hidden_size]."""
         output = self._head(inputs_embeds=hidden_rows[None], use_cache=False)
         logits: Tensor = output.logits[0]
-        return logits.float()
+        return logits
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Logits float32 [R, vocab_size] of hidden states [R, hidden_size], by the model's head."""
+        return self.head(hidden_rows).float()
 
 
 class _GivenHidden(nn.Module):

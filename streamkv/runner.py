@@ -17,10 +17,12 @@ from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import SequenceTable
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
-from streamkv.native_decode import BackgroundDecoder
+from streamkv.native_kernels import NativeKernels
+from streamkv.row_padding import padded_rows
 
-LOGIT_ROWS = 256
-"""Rows of logits made at once when scoring: 256 x 49,152 x 4 bytes are 50 MB."""
+LOGIT_BYTES = 24 * 2**20
+"""Bytes of logits made at once when scoring: below the 32 MiB from which malloc gives memory back
+to the system each time, so that every call would pay for fresh pages."""
 
 
 def build_table(sinks: list[TableEntry], recent: list[TableEntry]) -> SequenceTable:
@@ -46,7 +48,7 @@ class Runner:
         model: the adapter.
         pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim].
         max_distance: largest distance between a query and a key in use.
-        native_threads: threads of the native decode step; 0 does without it.
+        native_threads: threads of the native kernels; 0 does without them.
     """
 
     def __init__(
@@ -55,17 +57,17 @@ class Runner:
         self.model = model
         self._pool = pool
         self._rope = RopeTables(model.inv_freq, max_distance + 1)
-        self._native: BackgroundDecoder | None = None
+        self._native: NativeKernels | None = None
         if native_threads > 0:
-            self._native = BackgroundDecoder(model, pool, self._rope, native_threads)
+            self._native = NativeKernels(model, pool, self._rope, native_threads)
 
     @property
-    def native(self) -> BackgroundDecoder | None:
-        """The native decode step on its way, unless it was turned off."""
+    def native(self) -> NativeKernels | None:
+        """The native kernels on their way, unless they were turned off."""
         return self._native
 
     def close(self) -> None:
-        """End what prepares the native step."""
+        """End what prepares the native kernels."""
         if self._native is not None:
             self._native.close()
 
@@ -85,7 +87,10 @@ class Runner:
             ids.extend(sequence.next_ids(step.query_len))
             slots.extend(sequence.table.slots(start, end))
             parts.append(_Part(begin, len(ids), self._plan(step)))
-        hidden = self.model.hidden(torch.tensor([ids]), self._attention(parts, slots))
+        num_rows = padded_rows(len(ids), self.model.model.dtype)
+        input_ids = torch.zeros(1, num_rows, dtype=torch.int64)
+        input_ids[0, : len(ids)] = torch.tensor(ids)
+        hidden = self.model.hidden(input_ids, self._attention(parts, slots))
         return [
             self._result(step, hidden[part.begin : part.end])
             for step, part in zip(batch.steps, parts, strict=True)
@@ -122,18 +127,21 @@ class Runner:
             self._rope,
             self._pool,
             self.model.num_q_heads,
+            self._native.attention if self._native is not None else None,
         )
 
     def _attention(self, parts: list["_Part"], slots: list[int]) -> Attend:
-        pool = self._pool
+        pool, num_tokens = self._pool, len(slots)
         written = cpu.plan_write(torch.tensor(slots), self._rope, pool)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            cpu.write_kv(pool, k, v, layer, written)
+            cpu.write_kv(pool, k[:num_tokens], v[:num_tokens], layer, written)
             outs = [
                 cpu.attend(q[part.begin : part.end], pool, layer, part.plan, scale)
                 for part in parts
             ]
+            if num_tokens < q.shape[0]:
+                outs.append(torch.zeros_like(q[num_tokens:]))
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         return attend
@@ -150,13 +158,23 @@ class Runner:
     def _scores(self, step: SequenceStep, hidden: Tensor) -> Tensor:
         available = min(step.query_len + 1, step.sequence.num_pending)
         targets = torch.tensor(step.sequence.next_ids(available)[1:], dtype=torch.int64)
+        rows = max(1, LOGIT_BYTES // (self.model.vocab_size * hidden.element_size()))
         scores = torch.empty(len(targets), dtype=torch.float32)
-        for low in range(0, len(targets), LOGIT_ROWS):
-            part = targets[low : low + LOGIT_ROWS]
-            logits = self.model.logits(hidden[low : low + len(part)])
-            chosen = logits.gather(1, part[:, None])[:, 0]
-            # In place: logsumexp would make two more tensors of 50 MB.
-            highest = logits.amax(1, keepdim=True)
-            total = logits.sub_(highest).exp_().sum(1)
-            scores[low : low + len(part)] = chosen - highest[:, 0] - total.log_()
+        for low in range(0, len(targets), rows):
+            part = targets[low : low + rows]
+            scores[low : low + rows] = self._score(hidden[low : low + len(part)], part)
         return scores
+
+    def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        num_rows = padded_rows(len(targets), hidden.dtype)
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, num_rows - len(targets)))
+        logits = self.model.head(hidden)[: len(targets)]
+        native = self._native.scores if self._native is not None else None
+        if native is not None and native.knows(logits):
+            return native.score(logits, targets)
+        logits = logits.float()
+        chosen = logits.gather(1, targets[:, None])[:, 0]
+        # In place: logsumexp would make two more tensors of the size of the logits.
+        highest = logits.amax(1, keepdim=True)
+        total = logits.sub_(highest).exp_().sum(1)
+        return chosen - highest[:, 0] - total.log_()

@@ -1,14 +1,18 @@
-"""The fast CPU path against the oracle, over every edge of block, window and sinks."""
+"""The fast CPU paths, torch's and native, against the oracle, over every edge."""
 
 import itertools
 import math
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from streamkv.kernels import cpu, reference
+from streamkv.kernels.native_attention import NativeAttention
+from streamkv.kernels.native_build import NativeUnavailableError, build, find_compiler
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import NO_CAP, SequenceTable
 
@@ -16,6 +20,24 @@ NUM_LAYERS = 3
 LAYER = 1
 BLOCK_SIZE = 64
 TOLERANCES = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (1e-2, 1e-2)}
+
+
+LIBRARY: Path | None = None
+"""The native kernels, while a test is to use them."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file runs on both paths."""
+    if request.param == "native":
+        if find_compiler() is None:
+            pytest.skip("there is no C compiler")
+        monkeypatch.setattr(sys.modules[__name__], "LIBRARY", request.getfixturevalue("library"))
 
 
 @dataclass(frozen=True)
@@ -103,12 +125,22 @@ class Case:
         return SequenceTable(*torch.tensor(rows).unbind(1), num_sink_entries=len(sinks))
 
 
+def make_plan(case: Case, q: Tensor, pool: Tensor, table: SequenceTable, start: int) -> cpu.Plan:
+    native = None
+    if LIBRARY is not None:
+        try:
+            native = NativeAttention(LIBRARY, pool, case.rope, q.shape[1], 2)
+        except NativeUnavailableError as error:
+            pytest.skip(str(error))
+    return cpu.plan_attention(
+        table, start, q.shape[0], case.window_size, case.rope, pool, q.shape[1], native
+    )
+
+
 def fast(
     case: Case, q: Tensor, pool: Tensor, table: SequenceTable, start: int
 ) -> tuple[Tensor, ...]:
-    plan = cpu.plan_attention(
-        table, start, q.shape[0], case.window_size, case.rope, pool, q.shape[1]
-    )
+    plan = make_plan(case, q, pool, table, start)
     return cpu.attend(q, pool, LAYER, plan, case.scale, return_lse=True)
 
 
@@ -286,9 +318,7 @@ def test_one_plan_serves_every_layer() -> None:
     for num_queries in (1, 20):
         start = case.num_tokens - num_queries
         table = case.table()
-        plan = cpu.plan_attention(
-            table, start, num_queries, case.window_size, case.rope, pool, q.shape[1]
-        )
+        plan = make_plan(case, q[-num_queries:], pool, table, start)
         for layer in (2, 0, 1):
             expected = reference.attend(
                 q[-num_queries:], pool, layer, table, start, case.window_size, case.rope, case.scale

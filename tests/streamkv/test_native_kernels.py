@@ -15,7 +15,7 @@ from streamkv.kernels.native_build import NativeUnavailableError, build, find_co
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.model_native import native_weights
-from streamkv.native_decode import check
+from streamkv.native_kernels import check
 from streamkv.runner import build_table
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.window import Window

@@ -1,9 +1,10 @@
-"""Makes the native decode step ready in the background, checks it, and hands it over.
+"""Makes the native kernels ready in the background, checks them, and hands them over.
 
-An engine starts at once on transformers' own code; compiling, narrowing the weights and comparing
-the native step with the model happen on an owned thread. A step that does not agree with the model
-is not used, and the log says why; a check that was passed is noted for these weights, so that later
-starts skip it.
+An engine starts at once on torch's kernels and transformers' own code; compiling, narrowing the
+weights and comparing happen on an owned thread. Attention serves any model and is compared with the
+oracle; the decode step serves Llama-shaped models and is compared with the model. What does not
+agree is not used, and the log says why; a check of the decode step that was passed is noted for
+these weights, so that later starts skip it.
 """
 
 import logging
@@ -15,7 +16,10 @@ import torch
 
 from streamkv.kernels import reference
 from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native_attention import NativeAttention
+from streamkv.kernels.native_attention_check import check_attention
 from streamkv.kernels.native_build import NativeUnavailableError, build
+from streamkv.kernels.native_scores import NativeScores, check_scores
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import NO_CAP, SequenceTable
 from streamkv.model import ModelAdapter
@@ -33,14 +37,14 @@ ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 model's own rounding of activations does to its logits (3-7 % measured), doubled."""
 
 
-class BackgroundDecoder:
-    """Owns the thread that prepares the native step.
+class NativeKernels:
+    """Owns the thread that prepares the native kernels.
 
     Args:
         adapter: the model.
         pool: the engine's pool, to which the step is bound.
         rope: tables for every distance in use.
-        num_threads: threads of a step.
+        num_threads: threads of a call.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class BackgroundDecoder:
         self._closing = False
         self._decoder: NativeDecoder | None = None
         self._weights: NativeWeights | None = None
+        self._attention: NativeAttention | None = None
+        self._scores: NativeScores | None = None
         self.reason = "the native decode step is still being prepared"
         self._thread = threading.Thread(target=self._main, name="streamkv-native", daemon=True)
         self._thread.start()
@@ -66,6 +72,16 @@ class BackgroundDecoder:
             self._weights.give_to_model()
             self._weights = None
         return self._decoder
+
+    @property
+    def attention(self) -> NativeAttention | None:
+        """Native attention, once it is ready and has passed its check."""
+        return self._attention
+
+    @property
+    def scores(self) -> NativeScores | None:
+        """Native scores, once they are ready and have passed their check."""
+        return self._scores
 
     def wait(self) -> bool:
         """Wait until it is decided; whether there is a native step."""
@@ -91,6 +107,10 @@ class BackgroundDecoder:
         library = build(cache_root() / "native")
         if self._closing:
             return
+        self._prepare_attention(library)
+        scores = NativeScores(library, self._num_threads)
+        check_scores(scores, self._adapter.model.dtype)
+        self._scores = scores
         weights = native_weights(self._adapter)
 
         def bind(pool: torch.Tensor) -> NativeDecoder:
@@ -104,6 +124,17 @@ class BackgroundDecoder:
             self._weights = weights
             self._decoder = bind(self._pool)
             self.reason = ""
+
+    def _prepare_attention(self, library: Path) -> None:
+        def bind(pool: torch.Tensor) -> NativeAttention:
+            heads = self._adapter.num_q_heads
+            return NativeAttention(library, pool, self._rope, heads, self._num_threads)
+
+        try:
+            check_attention(bind, GpuPool(self._adapter.spec, 5).data, self._rope)
+            self._attention = bind(self._pool)
+        except NativeUnavailableError as error:
+            _log.info("steps of many tokens attend by torch's kernels: %s", error)
 
 
 @torch.inference_mode()
