@@ -5,59 +5,20 @@ them. The tier manager keeps the blocks of the checkpoint before until the one a
 """
 
 import logging
-import struct
 import time
-from dataclasses import dataclass
-from typing import Self
 
 from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
 from streamkv.journal_records import Checkpoint
 from streamkv.sequence import Sequence
 from streamkv.tiers.jobs import CheckpointTicket
-from streamkv.tiers.keys import KEY_BYTES
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
+from streamkv.window_blocks import WindowBlocks
 
 _log = logging.getLogger(__name__)
 
 HALF_SECOND = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class WindowBlocks:
-    """What a resume at a block boundary needs.
-
-    Attributes:
-        token_index: tokens before it; a multiple of the block size.
-        chain_key: key of the block that ends there.
-        blocks: (block_index, key) of the sink and window blocks.
-    """
-
-    token_index: int
-    chain_key: BlockKey
-    blocks: tuple[tuple[int, BlockKey], ...]
-
-    def encode(self) -> bytes:
-        """What the CHECKPOINT record carries besides the token index."""
-        packed = (struct.pack("<Q", index) + key for index, key in self.blocks)
-        return self.chain_key + b"".join(packed)
-
-    @classmethod
-    def decode(cls, token_index: int, data: bytes) -> Self:
-        """The inverse of `encode`.
-
-        Raises:
-            JournalError: not the content of a CHECKPOINT record.
-        """
-        entry = 8 + KEY_BYTES
-        if len(data) < KEY_BYTES or (len(data) - KEY_BYTES) % entry:
-            raise JournalError(f"a CHECKPOINT record of {len(data)} bytes cannot be read")
-        blocks = tuple(
-            (struct.unpack_from("<Q", data, at)[0], BlockKey(data[at + 8 : at + entry]))
-            for at in range(KEY_BYTES, len(data), entry)
-        )
-        return cls(token_index, BlockKey(data[:KEY_BYTES]), blocks)
 
 
 class Checkpointer:

@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 
-from streamkv.checkpoint import WindowBlocks
 from streamkv.executor import Executor
 from streamkv.journal import Journal
 from streamkv.sequence import Jump, Sequence, policy_in_force
@@ -22,6 +21,7 @@ from streamkv.tiers.keys import child_key, partial_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
+from streamkv.window_blocks import WindowBlocks
 
 HASHED_AT_ONCE = 65_536
 """Tokens read back from the journal at a time to make block keys; a multiple of the block size."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from streamkv import journal_file
-from streamkv.checkpoint import WindowBlocks
 from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
 from streamkv.names import validate_session_name
@@ -27,6 +26,7 @@ from streamkv.tiers.ssd import SsdReader, SsdTier
 from streamkv.tiers.store_blocks import READ_COUNTERS, BlockReader
 from streamkv.tiers.store_format import StoreFormat
 from streamkv.tiers.usage import Counters
+from streamkv.window_blocks import WindowBlocks
 
 MAX_ATTEMPTS = 10
 """Tries to read a checkpoint's blocks before newer ones replace them in the source."""

@@ -1,0 +1,207 @@
+"""Opens a session's live stream: its journal, its room in the pool, its window restored.
+
+Invariant: what was reserved or opened for a session that could not be opened is given back. This
+module knows nothing of handles and locks; the engine calls it with its lock held.
+"""
+
+import hashlib
+import secrets
+import time
+
+from streamkv.checkpoint import Checkpointer
+from streamkv.config import EngineConfig
+from streamkv.errors import ConfigError, PoolFullError, SessionError
+from streamkv.executor import Executor
+from streamkv.intake import Intake
+from streamkv.journal import Journal
+from streamkv.journal_records import SessionHeader
+from streamkv.live import LiveStream
+from streamkv.model import ModelAdapter
+from streamkv.recovery import Recovery
+from streamkv.sequence import Sequence
+from streamkv.sizing import blocks_of_session
+from streamkv.store import Store
+from streamkv.tiers.keys import root_key
+from streamkv.tiers.manager import TierManager
+from streamkv.tokenizer import Tokenizer
+from streamkv.window import Window
+
+
+class SessionOpener:
+    """Opens live streams of one engine.
+
+    Args:
+        config: the engine's options.
+        adapter, tokenizer: the model and what reads its texts.
+        executor, tiers: what runs the sequences and owns their blocks.
+        num_gpu_blocks: size of the pool that sessions share.
+        store: where sessions last; `None` if they do not.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        adapter: ModelAdapter,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        tiers: TierManager,
+        num_gpu_blocks: int,
+        store: Store | None,
+    ) -> None:
+        self._config = config
+        self._adapter = adapter
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._tiers = tiers
+        self._num_gpu_blocks = num_gpu_blocks
+        self._store = store
+        self._reserved: dict[str, int] = {}
+        self._num_opened = 0
+
+    def open(self, name: str, system: str | None) -> LiveStream:
+        """The live stream of a session, new or resumed.
+
+        Raises:
+            ConfigError: a system prompt too long to keep.
+            SessionError: created with another system prompt or another model.
+            PoolFullError: no room for another window.
+            JournalError, StoreError: its files cannot be read or written.
+        """
+        journal, resumed = self._open_journal(name, system)
+        try:
+            header = journal.header if journal is not None else self._new_header(system)
+            self._reserve(name, header)
+            live = self._build_live(name, journal, header, resumed)
+            if live.sequence.num_tokens == 0 and live.intake.text_chars == 0:
+                live.intake.begin(self._opening_ids(system))
+            return live
+        except BaseException:
+            self.release(name)
+            if journal is not None:
+                journal.close()
+            raise
+
+    def release(self, name: str) -> None:
+        """Give back the room of a session."""
+        self._reserved.pop(name, None)
+
+    def _open_journal(self, name: str, system: str | None) -> tuple[Journal | None, bool]:
+        if self._store is None:
+            return None, False
+        path = self._store.journal_path(name)
+        if not path.exists():
+            return Journal.create(path, self._new_header(system)), False
+        journal = Journal.open(path)
+        try:
+            self._check_header(name, journal.header, system)
+        except BaseException:
+            journal.close()
+            raise
+        return journal, True
+
+    def _check_header(self, name: str, header: SessionHeader, system: str | None) -> None:
+        weights = self._adapter.fingerprint.hex()
+        if header.weights != weights:
+            raise SessionError(
+                f"session {name!r} belongs to model {header.model!r} with other weights. "
+                "Open it with that model, or delete it."
+            )
+        if system is not None and header.system_digest != _digest(system):
+            raise SessionError(
+                f"session {name!r} was created with another system prompt. "
+                "Open it without one, or delete it first."
+            )
+
+    def _opening_ids(self, system: str | None) -> list[int]:
+        """What a new stream begins with: the tokenizer's prefix, then the system prompt."""
+        ids = list(self._tokenizer.prefix_ids)
+        if system:
+            segments = self._tokenizer.chat.render_system(system)
+            ids += self._tokenizer.encode_segments(segments, at_start=True)
+        return ids
+
+    def _new_header(self, system: str | None) -> SessionHeader:
+        config = self._config
+        num_sinks = max(config.num_sink_tokens, len(self._opening_ids(system)) if system else 0)
+        if num_sinks + config.window_size > self._adapter.trained_length:
+            raise ConfigError(
+                "system",
+                f"{num_sinks} tokens",
+                f"with a window of {config.window_size} beyond the trained length "
+                f"{self._adapter.trained_length}",
+                "Use a shorter system prompt or a smaller window_size.",
+            )
+        return SessionHeader(
+            model=self._adapter.name,
+            weights=self._adapter.fingerprint.hex(),
+            vocab_size=self._adapter.vocab_size,
+            window_size=config.window_size,
+            num_sink_tokens=num_sinks,
+            mode="window",
+            position_policy="cache",
+            salt=secrets.token_hex(16),
+            created_s=time.time(),
+            system_digest=_digest(system) if system is not None else "",
+        )
+
+    def _reserve(self, name: str, header: SessionHeader) -> None:
+        """Count the blocks that the session may need against the pool."""
+        need = blocks_of_session(
+            self._config, self._adapter.spec, header.num_sink_tokens, header.window_size
+        )
+        free = self._num_gpu_blocks - sum(self._reserved.values())
+        if need > free:
+            raise PoolFullError(
+                f"session {name!r} needs room for {need} blocks, {free} of "
+                f"{self._num_gpu_blocks} are left. Close a session, or open the engine with a "
+                "larger max_sessions or gpu_bytes."
+            )
+        self._reserved[name] = need
+
+    def _build_live(
+        self, name: str, journal: Journal | None, header: SessionHeader, resumed: bool
+    ) -> LiveStream:
+        adapter, config = self._adapter, self._config
+        sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
+        window = Window(header.window_size, sinks)
+        salt = bytes.fromhex(header.salt)
+        root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salt)
+        self._num_opened += 1
+        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root)
+        checkpointer = None
+        if journal is not None and config.retain != "none":
+            every = config.checkpoint_tokens
+            checkpointer = Checkpointer(name, sequence, journal, self._tiers, every)
+        tokenizer = self._tokenizer
+        intake = Intake(sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length)
+        live = LiveStream(
+            name=name,
+            sequence=sequence,
+            created_window=window,
+            intake=intake,
+            journal=journal,
+            checkpointer=checkpointer,
+            tokenizer=tokenizer,
+            tiers=self._tiers,
+            executor=self._executor,
+            prefill_chunk=config.prefill_chunk,
+            resumed=resumed,
+        )
+        if journal is not None and resumed:
+            self._recover(live, journal)
+        return live
+
+    def _recover(self, live: LiveStream, journal: Journal) -> None:
+        num_layers = self._adapter.spec.num_layers
+        recovery = Recovery(
+            live.name, live.sequence, journal, self._tiers, self._executor, num_layers
+        )
+        checkpoint = recovery.run()
+        if checkpoint is not None and live.checkpointer is not None:
+            live.checkpointer.resumed_from(checkpoint)
+        state = journal.state
+        live.intake.restore(state.text_chars, state.tail, state.has_turns)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,65 @@
+"""How much an engine needs: its window against the model, and blocks of the gpu pool.
+
+Pure arithmetic over options and layout; nothing is allocated here.
+"""
+
+from streamkv.config import EngineConfig, format_size, parse_size
+from streamkv.errors import ConfigError
+from streamkv.model import ModelAdapter
+from streamkv.tiers.spec import KVSpec
+
+SYSTEM_PROMPT_TOKENS = 512
+"""Length of system prompt that the default gpu pool has room for in each session."""
+
+
+def check_window(config: EngineConfig, adapter: ModelAdapter) -> None:
+    """Raise unless the model can see sinks and window at once.
+
+    Raises:
+        ConfigError: beyond the trained length, or beyond what one of its layers sees.
+    """
+    trained = adapter.trained_length
+    total = config.window_size + config.num_sink_tokens
+    if total > trained:
+        raise ConfigError(
+            "window_size",
+            config.window_size,
+            f"with {config.num_sink_tokens} sink tokens beyond the trained length {trained}",
+            f"Use at most {trained - config.num_sink_tokens}.",
+        )
+    for layer, window in enumerate(adapter.sliding_windows):
+        if window is not None and window < total:
+            raise ConfigError(
+                "window_size",
+                config.window_size,
+                f"layer {layer} of {adapter.name!r} sees only {window} tokens",
+                f"Use at most {window - config.num_sink_tokens}.",
+            )
+
+
+def blocks_of_session(
+    config: EngineConfig, spec: KVSpec, num_sink_tokens: int, window_size: int
+) -> int:
+    """Gpu blocks that one session may need at once."""
+    recent = window_size + config.prefill_chunk
+    return -(-recent // spec.block_size) + 2 + -(-num_sink_tokens // spec.block_size)
+
+
+def num_gpu_blocks(config: EngineConfig, spec: KVSpec) -> int:
+    """Blocks of the gpu pool.
+
+    Raises:
+        ConfigError: `gpu_bytes` has no room for one session.
+    """
+    one = blocks_of_session(config, spec, config.num_sink_tokens, config.window_size)
+    if config.gpu_bytes is None:
+        return (one + SYSTEM_PROMPT_TOKENS // spec.block_size) * config.max_sessions
+    num_blocks = parse_size("gpu_bytes", config.gpu_bytes) // spec.block_bytes
+    if num_blocks < one:
+        raise ConfigError(
+            "gpu_bytes",
+            config.gpu_bytes,
+            f"room for {num_blocks} blocks, one session needs {one}",
+            f"Use at least {format_size(one * spec.block_bytes)}, or a smaller window_size.",
+        )
+    return num_blocks
