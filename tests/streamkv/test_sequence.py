@@ -109,13 +109,14 @@ def test_a_change_at_the_next_token_is_in_force_at_once() -> None:
 
 
 def test_blocks_without_their_whole_past_get_no_key_but_carry_the_chain_on() -> None:
-    sequence, ids = new_sequence(), list(range(16))
-    sequence.exact_from = 8
-    sequence.append(ids)
-    make_live(sequence, 16)
+    sequence, ids = new_sequence(), list(range(40))
     keys = chain(ids)
-    assert sequence.advance(16) == [(72, keys[2]), (73, keys[3])]
-    assert [block.key for block in sequence.table] == [None, None, keys[2], keys[3]]
+    sequence.restart_at(0, ROOT, ids[:4] + ids[16:], Jump(4, 16, keys[3]))
+    sequence.exact_from = 24
+    sequence.advance(4)
+    make_live(sequence, 32)
+    assert sequence.advance(16) == [(76, keys[6]), (77, keys[7])]
+    assert [block.key for block in sequence.table] == [None, None, keys[6], keys[7]]
 
 
 def test_a_jump_leaves_tokens_out_and_takes_their_chain_key() -> None:
