@@ -110,13 +110,19 @@ def test_one_is_begun_each_time_enough_tokens_were_computed(diary: Diary) -> Non
     assert sorted(set(begun)) == [0, 8, 16, 24]
 
 
-def test_without_a_number_of_tokens_no_two_checkpoints_hold_the_same_blocks(diary: Diary) -> None:
+def test_by_the_clock_too_a_block_has_to_be_full(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamkv.checkpoint.HALF_SECOND", 0.0)
     checkpointer = Checkpointer("diary", diary.sequence, diary.journal, diary.tiers.manager)
     diary.compute(3)
-    for _ in range(3):
-        checkpointer.after_step()
+    checkpointer.after_step()
     checkpointer.finish()
     assert diary.journaled() is None
+    diary.compute(1)
+    checkpointer.after_step()
+    checkpointer.finish()
+    assert diary.journaled() == WindowBlocks(4, diary.sequence.chain_key, diary.live())
 
 
 def test_a_resumed_session_counts_from_its_checkpoint(diary: Diary) -> None:
@@ -159,6 +165,20 @@ def test_a_checkpoint_that_fails_is_said_aloud_and_the_one_before_stays(
     checkpointer.finish()
     newest = diary.journaled()
     assert newest is not None and newest.token_index == 20
+
+
+def test_what_is_not_durable_is_not_journaled(tmp_path: Path) -> None:
+    with (
+        small_tiers(tmp_path / "blocks", retain="none") as tiers,
+        new_journal(tmp_path / "diary.journal") as journal,
+    ):
+        diary = Diary(tiers, journal)
+        checkpointer = diary.checkpointer()
+        diary.compute(9)
+        checkpointer.begin()
+        checkpointer.finish()
+        assert checkpointer.finish_with_open_block(BlockKey(b"o" * 16)) is None
+        assert diary.journaled() is None
 
 
 def test_blocks_that_are_not_exact_make_no_checkpoint(diary: Diary) -> None:
