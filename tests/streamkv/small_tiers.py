@@ -94,6 +94,6 @@ def small_tiers(path: Path, num_blocks: int = 8, retain: Any = "all") -> Iterato
 
 
 def new_journal(path: Path) -> Journal:
-    """An empty journal of a session with a vocabulary of 1000 ids."""
-    header = SessionHeader("tiny", "00", 1000, 8, 2, "window", "cache", "", 0.0)
+    """An empty journal of a session."""
+    header = SessionHeader("tiny", "00", 100_000, 8, 2, "window", "cache", "", 0.0)
     return Journal.create(path, header)

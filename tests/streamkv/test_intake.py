@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_tiers import new_journal
@@ -94,6 +95,21 @@ def test_text_is_joined_as_given_also_over_a_restart(
     desk.intake.flush()
     assert desk.ids() == tokenizer.encode(TEXT)
     assert desk.intake.text_chars == len(TEXT)
+
+
+@pytest.mark.parametrize("reopens", [False, True])
+def test_a_tokenizers_own_space_is_added_where_the_stream_begins_only(
+    tmp_path: Path, built: Callable[[str], Any], reopens: bool
+) -> None:
+    spaced = built("metaspace")
+    desk = Desk(tmp_path / "diary.journal", spaced.tokenizer)
+    for piece in ("The lazy", " d", "og sleeps ", "on"):
+        desk.intake.accept(piece)
+        if reopens:
+            desk.reopen()
+    desk.intake.flush()
+    assert desk.ids() == spaced.ids("The lazy dog sleeps on")
+    desk.journal.close()
 
 
 def test_the_word_held_back_is_in_the_journal_before_it_is_a_token(
