@@ -57,7 +57,7 @@ def test_a_layer_without_rope_passes_through() -> None:
 
 def test_positions_beyond_the_tables_are_as_exact_as_those_inside() -> None:
     rope, large = RopeTables(INV_FREQ, 4), 1_000_003
-    for positions in ([[0, 3], [2, 1]], [[-5, large], [0, 4]]):
+    for positions in ([[0, 3], [2, 1]], [[-5, 3], [2, 0]], [[0, 4], [large, 1]]):
         cos, sin = rope.rows(torch.tensor(positions))
         expected = [[[math.cos(p * f) for f in INV_FREQ.tolist()] for p in r] for r in positions]
         assert cos.dtype == sin.dtype == torch.float32

@@ -80,12 +80,12 @@ def test_options_are_flat_and_few_and_their_lists_become_tuples() -> None:
     [
         ({str(number): 1 for number in range(33)}, "params", "too many options"),
         ({"stop": ["x"] * 65}, "params.stop", "too many items"),
-        ({"stop": [["x"]]}, "params.stop", "nested"),
+        ({"stop": ["a", ["x"]]}, "params.stop", "nested"),
         ({"bias": {"5": 1.0}}, "params.bias", "nested"),
         ({"stop": "x" * 1025}, "params.stop", "too long"),
         ({"seed": 2**64}, "params.seed", "too large"),
         ({"seed": -(2**64)}, "params.seed", "too large"),
-        ({"stop": ["\udc00"]}, "params.stop", "invalid Unicode"),
+        ({"stop": ["a", "\udc00"]}, "params.stop", "invalid Unicode"),
         ({"n" * 500: [[]]}, "params." + "n" * 64, "nested"),
     ],
 )
