@@ -100,13 +100,13 @@ def test_a_session_that_could_not_begin_begins_the_next_time(engine: Engine) -> 
 
 
 def test_sessions_that_were_refused_take_no_room(engine: Engine) -> None:
-    for _ in range(100):
+    for number in range(50):
         with pytest.raises(SessionError):
             engine.session("plain", system=NOTE)
         with pytest.raises(InputError):
             engine.session("../plain")
         with inject("journal.write", fail_on_disk), pytest.raises(JournalError):
-            engine.session("begins late", system=NOTE)
+            engine.session(f"begins late {number}", system=NOTE)
     opened = []
     with pytest.raises(PoolFullError):
         for number in range(100):
