@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_tiers import SPEC
 
 from streamkv.cli.cache_view import (
     StoreSummary,
@@ -15,9 +14,10 @@ from streamkv.cli.cache_view import (
 )
 from streamkv.errors import StoreError
 from streamkv.store import blocks_path
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.ssd import SsdTier, StoreIdentity
 
+SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 WHOLE, PARTIAL = BlockKey(b"\x02" * 16), BlockKey(b"\x03" * 16)
 
 
@@ -41,9 +41,9 @@ def test_records_are_counted_by_codec_and_session(tmp_path: Path) -> None:
     assert summary.codecs == {"raw": 3, "zstd": 1}
     assert summary.sessions == {"diary": 2}
     assert (summary.model, summary.owner, summary.limit_bytes) == ("tiny", None, 4 << 20)
-    assert summary.block_bytes == 128
-    assert 3 * 128 < summary.coded_bytes < 4 * 128
-    assert summary.ratio == 4 * 128 / summary.coded_bytes > 1
+    assert summary.block_bytes == 2048
+    assert 3 * 2048 < summary.coded_bytes < 4 * 2048
+    assert summary.ratio == 4 * 2048 / summary.coded_bytes > 1
 
 
 def test_an_empty_store_is_neither_larger_nor_smaller(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_record_is_described_by_what_scripts_need(tmp_path: Path) -> None:
     assert described[WHOLE]["key"] == "02" * 16
     assert (described[WHOLE]["kind"], described[WHOLE]["sessions"]) == ("block", [])
     assert (described[PARTIAL]["kind"], described[PARTIAL]["sessions"]) == ("partial", ["diary"])
-    assert described[PARTIAL]["coded_bytes"] == 128
+    assert described[PARTIAL]["coded_bytes"] == 2048
 
 
 @pytest.mark.parametrize("opens", [open_reader, open_writer])
