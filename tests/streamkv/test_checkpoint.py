@@ -5,34 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from small_tiers import SmallTiers, new_journal, small_tiers
 
-from streamkv.checkpoint import Checkpointer, WindowBlocks
-from streamkv.errors import JournalError
+from streamkv.checkpoint import Checkpointer
 from streamkv.journal import Journal
 from streamkv.recovery import open_block_key
 from streamkv.sequence import Jump, Sequence
 from streamkv.tiers.faults import inject
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
+from streamkv.window_blocks import WindowBlocks
 
 NEVER = 10**9
 WINDOW = Window(8, ((0, 2),))
-
-keys = st.binary(min_size=16, max_size=16).map(BlockKey)
-
-
-@given(st.integers(0, 2**62), keys, st.lists(st.tuples(st.integers(0, 2**62), keys)))
-def test_what_a_record_carries_is_read_back(
-    token_index: int, chain_key: BlockKey, blocks: list[tuple[int, BlockKey]]
-) -> None:
-    window = WindowBlocks(token_index, chain_key, tuple(blocks))
-    assert WindowBlocks.decode(token_index, window.encode()) == window
-    for cut in (1, 8, 16):
-        with pytest.raises(JournalError, match="CHECKPOINT record"):
-            WindowBlocks.decode(token_index, window.encode()[:-cut])
 
 
 class Diary:
