@@ -1,0 +1,113 @@
+"""Live blocks of one sequence: which are missing, where a token lies, which may go."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamkv.block_table import BlockTable, LiveBlock, TableEntry
+from streamkv.tiers.spec import BlockKey
+from streamkv.window import NO_CAP, Window
+
+SIZE = 4
+
+
+def table_of(*indices: int) -> BlockTable:
+    """A table in which block `index` lies at block id `50 - index`."""
+    table = BlockTable(SIZE)
+    for index in indices:
+        table.add(index, 50 - index)
+    return table
+
+
+def indices(table: BlockTable) -> list[int]:
+    return [block.block_index for block in table]
+
+
+def is_seen(window: Window, token: int, next_query: int, horizon: int) -> bool:
+    """Whether a query in `[next_query, horizon)` sees the token, asked one by one."""
+    sinks = {t for start, end in window.sink_ranges for t in range(start, end)}
+    return any(
+        token <= query and (token in sinks or query - token < window.window_size)
+        for query in range(next_query, horizon)
+    )
+
+
+def test_missing_names_only_the_blocks_that_the_tokens_touch() -> None:
+    table = table_of(0, 3)
+    assert table.missing(0, 4) == []
+    assert table.missing(3, 5) == [1]
+    assert table.missing(2, 21) == [1, 2, 4, 5]
+    assert table.missing(12, 16) == []
+    assert table.missing(16, 16) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 30), st.integers(1, 30))
+def test_a_tokens_slot_is_its_blocks_place_and_its_offset(first: int, length: int) -> None:
+    table = table_of(*range(16))
+    expected = [
+        (50 - token // SIZE) * SIZE + token % SIZE for token in range(first, first + length)
+    ]
+    assert table.slots(first, first + length) == expected
+    assert [table.slot(token) for token in range(first, first + length)] == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sets(st.integers(0, 15), min_size=1),
+    st.integers(1, 20),
+    st.sets(st.integers(0, 60), max_size=8),
+    st.integers(0, 64),
+)
+def test_exactly_the_blocks_that_no_later_query_sees_expire(
+    live: set[int], window_size: int, sinks: set[int], next_query: int
+) -> None:
+    window = Window(window_size)
+    for token in sinks:
+        window = window.with_sinks(token, token + 1)
+    table = table_of(*sorted(live))
+    # Beyond the horizon no new token of these blocks comes into any window.
+    horizon = next_query + 70
+    dead = [
+        index
+        for index in sorted(live)
+        if not any(
+            is_seen(window, token, next_query, horizon)
+            for token in range(index * SIZE, (index + 1) * SIZE)
+        )
+    ]
+    assert table.take_expired(window, next_query) == [LiveBlock(i, 50 - i) for i in dead]
+    assert indices(table) == [index for index in sorted(live) if index not in dead]
+
+
+def test_all_blocks_can_be_taken_with_their_keys_and_the_table_used_anew() -> None:
+    table, key = table_of(2), BlockKey(b"k" * 16)
+    table.add(7, 9, key)
+    assert table.take_all() == [LiveBlock(2, 48), LiveBlock(7, 9, key)]
+    assert len(table) == 0 and 7 not in table
+    table.add(0, 1)
+    assert table[0] == LiveBlock(0, 1)
+
+
+def test_entries_split_a_block_at_its_sink_tokens() -> None:
+    table, window = table_of(0, 1, 2), Window(6, ((0, 2), (5, 7)))
+    sinks, recent = table.entries(window, 8, 10)
+    # Four sink tokens and six of the window: the oldest sink token is at most 9 away.
+    assert sinks == [
+        TableEntry("gpu", 50, 0, 9, 0, 2),
+        TableEntry("gpu", 49, 4, 8, 1, 3),
+    ]
+    assert recent == [
+        TableEntry("gpu", 50, 0, NO_CAP, 2, 4),
+        TableEntry("gpu", 49, 4, NO_CAP, 0, 1),
+        TableEntry("gpu", 49, 4, NO_CAP, 3, 4),
+        TableEntry("gpu", 48, 8, NO_CAP, 0, 2),
+    ]
+
+
+def test_only_the_end_of_the_open_block_moves_with_the_stream() -> None:
+    table, window = table_of(0, 1, 2), Window(12, ((0, 1),))
+    before = table.entries(window, 8, 9)
+    after = table.entries(window, 9, 11)
+    assert before[0] == after[0]
+    assert before[1][:-1] == after[1][:-1]
+    assert (before[1][-1].end_valid, after[1][-1].end_valid) == (1, 3)
