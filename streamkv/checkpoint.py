@@ -132,8 +132,9 @@ class Checkpointer:
         """The live blocks, if all that a resume needs are full and exact."""
         sequence = self._sequence
         token_index = sequence.num_computed - sequence.num_computed % sequence.block_size
-        full = [block for block in sequence.table if block.key is not None]
+        end, first = token_index // sequence.block_size, sequence.window.first_visible(token_index)
+        full = [block for block in sequence.table if block.block_index < end]
         sealed = tuple((block.block_index, block.key) for block in full if block.key is not None)
-        if len(sealed) < len(sequence.table) - (token_index < sequence.num_computed):
+        if len(sealed) < len(full) or sequence.table.missing(first, token_index):
             return None
         return WindowBlocks(token_index, sequence.chain_key, sealed)

@@ -12,6 +12,7 @@ on once the session has done something else in between.
 """
 
 import asyncio
+import threading
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from concurrent.futures import Future
@@ -42,7 +43,7 @@ class Turnstile:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._busy = False
+        self._busy = threading.Lock()
         self._newest: _Run[Any] | None = None
 
     def enter(self, operation: "_Run[Any]", first: bool) -> None:
@@ -51,11 +52,18 @@ class Turnstile:
         Raises:
             SessionError: another call is being carried out, or came in between.
         """
-        if self._busy:
+        if not self._busy.acquire(blocking=False):
             raise SessionError(
                 f"session {self._name!r} is busy with another call. Use one session from one place "
                 "at a time; open another session to work in parallel."
             )
+        try:
+            self._admit(operation, first)
+        except BaseException:
+            self._busy.release()
+            raise
+
+    def _admit(self, operation: "_Run[Any]", first: bool) -> None:
         if first:
             if self._newest is not None:
                 self._newest.finish()
@@ -65,11 +73,10 @@ class Turnstile:
                 f"session {self._name!r} has gone on with another call, so this iterator is stale. "
                 "Start a new one."
             )
-        self._busy = True
 
     def leave(self) -> None:
         """The caller has control again."""
-        self._busy = False
+        self._busy.release()
 
     def end(self, even_if_busy: bool = False) -> None:
         """End the operation that is suspended, if there is one.
@@ -77,11 +84,13 @@ class Turnstile:
         Raises:
             SessionError: it is not suspended but being carried out.
         """
-        if self._busy and not even_if_busy:
+        if self._busy.locked():
+            if even_if_busy:
+                return
             raise SessionError(
                 f"session {self._name!r} is busy with another call. End that one first."
             )
-        if self._newest is not None and not self._busy:
+        if self._newest is not None:
             self._newest.finish()
             self._newest = None
 

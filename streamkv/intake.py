@@ -146,7 +146,6 @@ class Intake:
         """Begin a new stream: a tokenizer's prefix, a system prompt."""
         if ids:
             self._give(GivenKind.SYSTEM, ids)
-            self._encoder = self._tokenizer.encoder(at_start=self._is_start)
 
     def close(self) -> None:
         """Accept nothing more."""
@@ -182,21 +181,13 @@ class Intake:
         require_text("text", text)
         if not text:
             raise InputError("text", text, "nothing to keep", "Pass at least one character.")
+        at_start = self._is_start and not self._encoder.num_held
+        ids = self._tokenizer.encode(text, at_start=at_start)
+        self._check_room(text, len(ids))
         self.flush()
         start = self._sequence.num_tokens
-        ids = self._tokenizer.encode(text, at_start=self._is_start)
         window = self._sequence.final_window.with_sinks(start, start + len(ids))
-        total = window.num_sink_tokens + window.window_size
-        if total > self._trained_length:
-            raise InputError(
-                "text",
-                text,
-                f"{window.num_sink_tokens} sink tokens and a window of {window.window_size} make "
-                f"{total}, beyond the trained length of {self._trained_length}",
-                "Keep less, or open the engine with a smaller window_size.",
-            )
-        self._give(GivenKind.CALLER, ids)
-        self._write(Kept(start, len(ids)))
+        self._give(GivenKind.CALLER, ids, Kept(start, len(ids)))
         self._sequence.change_window(start, window)
 
     def end_turn(self, info: dict[str, Any]) -> None:
@@ -225,16 +216,32 @@ class Intake:
         recent = self._sequence.recent_ids
         return bool(recent) and recent[-1] in self._tokenizer.stop_ids
 
-    def _give(self, kind: GivenKind, ids: Ids[int]) -> None:
-        self._write(Given(kind, tuple(ids)))
-        self._sequence.append(ids)
+    def _check_room(self, text: str, num_tokens: int) -> None:
+        """Raise if so many more sink tokens would not fit the trained length."""
+        window = self._sequence.final_window
+        num_sinks = window.num_sink_tokens + num_tokens
+        total = num_sinks + window.window_size
+        if total > self._trained_length:
+            raise InputError(
+                "text",
+                text,
+                f"{num_sinks} sink tokens and a window of {window.window_size} make "
+                f"{total}, beyond the trained length of {self._trained_length}",
+                "Keep less, or open the engine with a smaller window_size.",
+            )
 
-    def _write(self, record: Record) -> None:
+    def _give(self, kind: GivenKind, ids: Ids[int], *more: Record) -> None:
+        """Accept ids while no text is held back, and what the journal says about them."""
+        self._write(Given(kind, tuple(ids)), *more)
+        self._sequence.append(ids)
+        self._encoder = self._tokenizer.encoder(at_start=self._is_start)
+
+    def _write(self, *records: Record) -> None:
         with self.lock:
             if self._closed:
                 raise EngineClosedError("The session was closed meanwhile. Open it again.")
             if self._journal is not None:
-                self._journal.append(record)
+                self._journal.append(*records)
 
     def _check_ids(self, ids: list[int]) -> None:
         for token_id in ids:

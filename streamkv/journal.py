@@ -144,27 +144,24 @@ class Journal:
         """Bytes of the file that hold whole records."""
         return self._require_open().end
 
-    def append(self, record: Record) -> None:
-        """Write one record: one system call, no fsync.
+    def append(self, *records: Record) -> None:
+        """Write records, all or none: one system call, no fsync.
 
         Raises:
-            InputError: text or ids that cannot be written, or more than 1 MiB at once.
-            JournalError: the file cannot be written. Nothing of the record is in it; once the cause
-                is gone, append again.
+            InputError: text or ids that cannot be written, or more than 1 MiB in one record.
+            JournalError: the file cannot be written. Nothing of the records is in it; once the
+                cause is gone, append again.
         """
         file = self._require_open()
-        self._check(record)
-        kind, payload = encode_record(record)
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise InputError(
-                "record",
-                kind.name,
-                f"{len(payload)} bytes at once",
-                f"Write at most {MAX_PAYLOAD_BYTES} bytes at a time.",
-            )
-        offset = file.end
-        file.append(encode_frame(kind, payload, offset, self._seed))
-        self.state.apply(kind, payload, offset)
+        frames, offsets, end = [], [], file.end
+        for record in records:
+            self._check(record)
+            frames.append(encode_frame(*_encoded(record), end, self._seed))
+            offsets.append(end)
+            end += len(frames[-1])
+        file.append(b"".join(frames))
+        for record, offset in zip(records, offsets, strict=True):
+            self.state.apply(*encode_record(record), offset)
 
     def sync(self) -> None:
         """Wait until every appended record is on disk.
@@ -269,6 +266,18 @@ class Journal:
             raise _cannot_read(self.path, error) from error
         if last != end:
             raise _damaged(self.path, last, "it was whole when the journal was opened")
+
+
+def _encoded(record: Record) -> tuple[RecordKind, bytes]:
+    kind, payload = encode_record(record)
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise InputError(
+            "record",
+            kind.name,
+            f"{len(payload)} bytes at once",
+            f"Write at most {MAX_PAYLOAD_BYTES} bytes at a time.",
+        )
+    return kind, payload
 
 
 def delete_journal(path: Path) -> None:

@@ -67,10 +67,13 @@ class SessionOpener:
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
-        journal, resumed = self._open_journal(name, system)
+        journal = self._existing_journal(name, system)
         try:
+            resumed = journal is not None
             header = journal.header if journal is not None else self._new_header(system)
             self._reserve(name, header)
+            if journal is None and self._store is not None:
+                journal = Journal.create(self._store.journal_path(name), header)
             live = self._build_live(name, journal, header, resumed)
             if live.sequence.num_tokens == 0 and live.intake.text_chars == 0:
                 live.intake.begin(self._opening_ids(system))
@@ -85,19 +88,16 @@ class SessionOpener:
         """Give back the room of a session."""
         self._reserved.pop(name, None)
 
-    def _open_journal(self, name: str, system: str | None) -> tuple[Journal | None, bool]:
-        if self._store is None:
-            return None, False
-        path = self._store.journal_path(name)
-        if not path.exists():
-            return Journal.create(path, self._new_header(system)), False
-        journal = Journal.open(path)
+    def _existing_journal(self, name: str, system: str | None) -> Journal | None:
+        if self._store is None or not self._store.journal_path(name).exists():
+            return None
+        journal = Journal.open(self._store.journal_path(name))
         try:
             self._check_header(name, journal.header, system)
         except BaseException:
             journal.close()
             raise
-        return journal, True
+        return journal
 
     def _check_header(self, name: str, header: SessionHeader, system: str | None) -> None:
         weights = self._adapter.fingerprint.hex()

@@ -50,9 +50,10 @@ class Sequence:
         num_computed: tokens whose KV was computed.
         pending: tokens accepted and not yet computed.
         head_is_written: the KV of the first pending token exists, because logits after it were
-        made. recent_ids: the newest ids, as many as the window has. exact_from: blocks that start
-        before it were computed without their whole past, on the way
-            to an exact window; they get no key.
+            made.
+        recent_ids: the newest ids, as many as the window has.
+        exact_from: blocks that start before it, and not before what a jump left out, were computed
+            without their whole past, on the way to an exact window; they get no key.
     """
 
     def __init__(self, seq_id: int, window: Window, block_size: int, root: BlockKey) -> None:
@@ -67,6 +68,7 @@ class Sequence:
         self.exact_from = 0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
+        self._inexact_from = 0
         self.root_key = root
         self._chain_key = root
         self._open_ids: list[int] = []
@@ -162,7 +164,7 @@ class Sequence:
         policy = policy_in_force(self.window, start, self.block_size)
         self._chain_key = child_key(self._chain_key, self._open_ids, policy)
         self._open_ids = []
-        if start < self.exact_from or index not in self.table:
+        if self._inexact_from <= start < self.exact_from or index not in self.table:
             return None
         block = self.table[index]
         block.key = self._chain_key
@@ -193,6 +195,8 @@ class Sequence:
         self._open_ids = []
         self._chain_key = chain_key
         self._jump = jump
+        self._inexact_from = jump.target if jump else 0
+        self._apply_jump()
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""

@@ -211,5 +211,6 @@ class StepLoop:
             if not job.future.done():
                 job.future.set_exception(error)
         for _, future in self._calls:
-            future.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
         self._jobs.clear()

@@ -84,7 +84,8 @@ class _Assembler:
 
     def _drop_number(self, number: int) -> None:
         """Leave out the number or name of the cue that begins: the line just above its timing."""
-        if self._held and self._is_label(self._held[-1].text, alone=len(self._held) == 1):
+        just_above = bool(self._held) and self._held[-1].number == number - 1
+        if just_above and self._is_label(self._held[-1].text, alone=len(self._held) == 1):
             label = self._held.pop().text
             if not self._named and not _NUMBER.fullmatch(label):
                 self._warnings.add(number - 1, "malformed number of a cue")

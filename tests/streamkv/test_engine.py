@@ -12,6 +12,7 @@ from streamkv.errors import (
     EngineClosedError,
     InputError,
     ModelError,
+    PoolFullError,
 )
 
 SMALL = EngineConfig(
@@ -83,3 +84,20 @@ def test_a_window_beyond_what_a_layer_sees_is_refused(
 def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device='cuda'"):
         Engine(str(tmp_path / "nothing"), dataclasses.replace(SMALL, device="cuda"))
+
+
+def test_a_session_refused_for_want_of_room_leaves_nothing_behind(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        window_size=128, prefill_chunk=64, cpu_bytes=0, store=str(tmp_path), compile="off"
+    )
+    with Engine(str(tiny_model_dir), config) as engine:
+        opened = []
+        with pytest.raises(PoolFullError):
+            for number in range(100):
+                opened.append(engine.session(f"room {number}"))
+        refused = f"room {len(opened)}"
+        assert refused not in engine.session_names()
+        opened[0].delete()
+        assert engine.session(refused, system="You keep a diary.").num_tokens > 0

@@ -233,10 +233,11 @@ def test_kept_text_may_fill_the_trained_length_and_no_more(
     while len(tokenizer.encode(text)) > room:
         text = text[:-1]
     desk.intake.accept(TEXT)
-    before = tokenizer.encode(TEXT)
+    before = desk.ids()
     with pytest.raises(InputError, match="beyond the trained length of 200"):
         desk.intake.keep(text + "\n\n\n\n")
-    assert desk.ids() == before and desk.sequence.final_window.num_sink_tokens == 4
+    assert desk.ids() == before, "not even a word was ended"
+    assert desk.sequence.final_window.num_sink_tokens == 4
     desk.intake.keep(text)
     assert desk.sequence.final_window.num_sink_tokens == 4 + len(tokenizer.encode(text))
 
@@ -264,3 +265,40 @@ def test_without_a_journal_the_stream_is_the_same(tokenizer: Tokenizer) -> None:
     intake.end_turn({"reason": "stop"})
     intake.accept([7])
     assert list(sequence.pending) == [*tokenizer.encode("The lazy dog"), 7]
+
+
+def test_text_to_keep_that_cannot_be_written_changes_nothing(desk: Desk) -> None:
+    desk.intake.accept([5, 6])
+    with inject("journal.write", fail_on_disk), pytest.raises(JournalError):
+        desk.intake.keep("a secret")
+    assert desk.ids() == [5, 6]
+    assert desk.sequence.final_window.num_sink_tokens == 4
+    desk.intake.keep("a secret")
+    expected = desk.ids()
+    desk.reopen()
+    assert desk.ids() == expected and desk.journal.state.num_tokens == len(expected)
+
+
+FIRST: dict[str, Callable[[Intake], None]] = {
+    "ids": lambda intake: intake.accept([9, 8]),
+    "turn": lambda intake: intake.turn("user", "hi"),
+    "keep": lambda intake: intake.keep("hi"),
+}
+
+
+@pytest.mark.parametrize("first", FIRST.keys())
+def test_text_after_other_tokens_does_not_begin_the_stream(
+    tmp_path: Path, built: Callable[[str], Any], first: str
+) -> None:
+    tokenizer = built("metaspace").tokenizer
+    found = []
+    for reopens in (False, True):
+        desk = Desk(tmp_path / f"diary-{reopens}.journal", tokenizer)
+        FIRST[first](desk.intake)
+        if reopens:
+            desk.reopen()
+        desk.intake.accept("dog")
+        desk.intake.flush()
+        found.append(desk.ids())
+        desk.journal.close()
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """Killed at any moment, a session goes on as if nothing had happened."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import crash_child
 import pytest
 from crash_child import TEXT, config, greedy
 
-from streamkv import Engine, EngineConfig, Session
+from streamkv import Engine, EngineConfig, SamplingParams, Session
 
 SYSTEM = "You keep a diary."
 
@@ -168,3 +169,53 @@ def test_delete_leaves_nothing_of_the_session(tiny_model_dir: Path, tmp_path: Pa
         assert (again.num_tokens, again.resumed) == (0, False)
     with Engine(str(tiny_model_dir), config(str(tmp_path), "all")) as engine:
         assert engine.session("other").stats().num_computed > 0
+
+
+def test_a_window_computed_anew_makes_checkpoints_again(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model, options = str(tiny_model_dir), config(str(tmp_path), "all")
+    with Engine(model, options) as engine:
+        engine.session("victim", system=SYSTEM).feed(TEXT[:9000]).run()
+    shutil.rmtree(tmp_path / "blocks")
+    with Engine(model, options) as engine:
+        engine.session("victim").feed(TEXT[9000:20000]).run()
+    with Engine(model, options) as engine:
+        session = engine.session("victim")
+        assert session.stats().num_computed == session.num_tokens - 1
+        found = [delta.token_id for delta in session.generate(greedy(10))]
+    assert found == undisturbed(tiny_model_dir, TEXT[:20000], 10)
+
+
+def test_a_window_without_sink_tokens_is_computed_anew(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(config(str(tmp_path), "all"), num_sink_tokens=0)
+    with Engine(str(tiny_model_dir), options) as engine:
+        engine.session("victim").feed(TEXT[:9000]).run()
+    shutil.rmtree(tmp_path / "blocks")
+    found = []
+    for directory in (str(tmp_path), None):
+        here = dataclasses.replace(options, store=directory)
+        with Engine(str(tiny_model_dir), here) as engine:
+            session = engine.session("victim")
+            if directory is None:
+                session.feed(TEXT[:9000]).run()
+            found.append([delta.token_id for delta in session.generate(greedy(10))])
+    assert found[0] == found[1]
+
+
+def test_a_generation_that_ends_with_a_full_block_is_resumed_without_computing(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    options = config(str(tmp_path), "all")
+    with Engine(str(tiny_model_dir), options) as engine:
+        session = engine.session("victim", system=SYSTEM)
+        session.feed(TEXT[:1000]).run()
+        answer = session.generate(SamplingParams(temperature=0.0, ignore_eos=True))
+        while session._live.sequence.num_computed % 64:
+            next(answer)
+        answer.close()
+    with Engine(str(tiny_model_dir), options) as engine:
+        stats = engine.session("victim").stats()
+        assert stats.num_computed >= stats.num_tokens - 2

@@ -265,3 +265,22 @@ def test_close_cuts_a_long_feed_at_its_next_step(executor: NotingExecutor) -> No
         feed.result(WAIT_S)
     loop.close()
     assert one.num_computed in (4, 8)
+
+
+def test_a_call_given_up_while_the_engine_closes_holds_nobody_up(executor: NotingExecutor) -> None:
+    loop, gate = StepLoop(executor, prefill_chunk=4), Gate(executor, seq_id=1)
+    loop.submit(Compute(sequence(1, 4), 4))
+    gate.wait()
+    given_up, waiting = loop.submit(Call(lambda: None)), loop.submit(Call(lambda: None))
+    assert given_up.cancel()
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    while True:
+        try:
+            loop.submit(Call(lambda: None))
+        except EngineClosedError:
+            break
+    gate.open()
+    closing.join(WAIT_S)
+    with pytest.raises(EngineClosedError):
+        waiting.result(WAIT_S)

@@ -92,3 +92,9 @@ def test_where_cues_have_names_these_alone_are_left_out(lines: list[str]) -> Non
         for above, line, below in around
         if line and "-->" not in line and not (above == "" and "-->" in below)
     ]
+
+
+def test_a_name_stands_right_above_its_timing() -> None:
+    cues, warnings = read(f"lost words\n \n{ONE}\nhello", named=True)
+    assert [cue.lines for cue in cues] == [["lost words"], ["hello"]]
+    assert warnings == ["1: text without a timing; kept"]
