@@ -60,7 +60,7 @@ def check(engine: Engine, peer: Peer, report: Report, dtype: str, num_tokens: in
         session.feed([ids]).run()
         deltas = list(session.generate(greedy(num_tokens)))
     found = [delta.token_id for delta in deltas if delta.token_id is not None]
-    expected = peer.generate(ids, peer.prefill(ids), num_tokens)
+    expected, _ = peer.generate(ids, num_tokens)
     agreed = agreement(expected, found, [delta.margin for delta in deltas], NEAR_TIE[dtype])
     require(agreed.ok, f"{dtype}: token {agreed.num_equal} of {num_tokens} is not transformers'")
     report.add(
@@ -88,12 +88,9 @@ def engine_seconds(engine: Engine, ids: list[int], num_tokens: int) -> float:
 
 def peer_seconds(peer: Peer, ids: list[int], num_tokens: int) -> float:
     """Seconds for transformers to decode after `ids`."""
-    cache = peer.prefill(ids)
-    started = time.perf_counter()
-    num_made = len(peer.generate(ids, cache, num_tokens))
-    elapsed = time.perf_counter() - started
-    require(num_made == num_tokens, f"transformers made {num_made} tokens")
-    return elapsed
+    tokens, seconds = peer.generate(ids, num_tokens)
+    require(len(tokens) == num_tokens, f"transformers made {len(tokens)} tokens")
+    return seconds
 
 
 def take_turns(
@@ -132,9 +129,8 @@ def add(
 
 def measure(report: Report, dtype: str, options: argparse.Namespace) -> None:
     """One element type: correctness, then both lengths."""
-    peer = Peer(dtype)
     full = WINDOW_SIZE + NUM_SINKS
-    with open_engine(dtype) as engine:
+    with Peer(dtype) as peer, open_engine(dtype) as engine:
         check(engine, peer, report, dtype, 8 if options.quick else NUM_CHECKED)
         if options.quick:
             add(report, f"{dtype}_256", *take_turns(engine, peer, (256, 256), 8, 1), None)

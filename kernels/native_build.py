@@ -1,4 +1,4 @@
-"""Compiles the native kernels, `decoder.c`, `attention.c` and `scores.c`, for this processor, once.
+"""Compiles the native kernels, `decoder.c`, `attention.c` and the like, for this processor, once.
 
 Compiling takes a second or a few and needs a C compiler; the result is kept in a directory of the
 caller's under a name that says source, compiler and processor. This module knows no tensors.
@@ -15,7 +15,7 @@ from pathlib import Path
 from streamkv.errors import StreamKVError
 
 _HERE = Path(__file__).parent
-_SOURCES = [_HERE / name for name in ("attention.c", "decoder.c", "scores.c")]
+_SOURCES = [_HERE / name for name in ("attention.c", "decoder.c", "rows.c", "scores.c")]
 _HEADERS = sorted(_HERE.glob("*.h"))
 
 _FLAGS = ["-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]

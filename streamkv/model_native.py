@@ -127,11 +127,14 @@ def _layer(layer: Any, packed: dict[Tensor, Tensor]) -> LayerWeights:
     )
 
 
+def float_of(tensor: Tensor) -> Tensor:
+    """A parameter as contiguous float32."""
+    return tensor.detach().float().contiguous()
+
+
 def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().float().contiguous()
+    return None if tensor is None else float_of(tensor)
 
 
 def _norm(module: Any) -> Tensor:
-    weight = _float(module.weight)
-    assert weight is not None
-    return weight
+    return float_of(module.weight)

@@ -19,12 +19,15 @@ from streamkv.kernels.native import NativeDecoder
 from streamkv.kernels.native_attention import NativeAttention
 from streamkv.kernels.native_attention_check import check_attention
 from streamkv.kernels.native_build import NativeUnavailableError, build
+from streamkv.kernels.native_rows import NativeRows
 from streamkv.kernels.native_scores import NativeScores, check_scores
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import NO_CAP, SequenceTable
 from streamkv.model import ModelAdapter
+from streamkv.model_attention import Attend
 from streamkv.model_cache import cache_root, read_note, write_note
 from streamkv.model_native import NativeWeights, native_weights
+from streamkv.native_forward import NativeForward
 from streamkv.tiers.gpu_pool import GpuPool
 
 _log = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ class NativeKernels:
         self._weights: NativeWeights | None = None
         self._attention: NativeAttention | None = None
         self._scores: NativeScores | None = None
+        self._forward: NativeForward | None = None
         self.reason = "the native decode step is still being prepared"
         self._thread = threading.Thread(target=self._main, name="streamkv-native", daemon=True)
         self._thread.start()
@@ -82,6 +86,11 @@ class NativeKernels:
     def scores(self) -> NativeScores | None:
         """Native scores, once they are ready and have passed their check."""
         return self._scores
+
+    @property
+    def forward(self) -> NativeForward | None:
+        """Native steps of many tokens, once they have passed their check."""
+        return self._forward
 
     def wait(self) -> bool:
         """Wait until it is decided; whether there is a native step."""
@@ -116,14 +125,29 @@ class NativeKernels:
         def bind(pool: torch.Tensor) -> NativeDecoder:
             return NativeDecoder(library, weights.decoder, pool, self._rope, self._num_threads)
 
+        forward = self._make_forward(library, weights)
         note = f"native-{self._adapter.fingerprint.hex()}-{library.stem}"
         if read_note(note) is None and not self._closing:
             check(self._adapter, bind, self._rope)
+            check_forward(self._adapter, forward, self._rope)
             write_note(note, {"passed": True, "library": Path(library).name})
         if not self._closing:
             self._weights = weights
             self._decoder = bind(self._pool)
+            self._forward = forward
             self.reason = ""
+
+    def _make_forward(self, library: Path, weights: NativeWeights) -> NativeForward:
+        adapter, decoder = self._adapter, weights.decoder
+        return NativeForward(
+            adapter.base,
+            NativeRows(library, adapter.model.dtype, self._num_threads),
+            decoder.num_q_heads,
+            decoder.num_kv_heads,
+            decoder.head_dim,
+            decoder.eps,
+            decoder.scale,
+        )
 
     def _prepare_attention(self, library: Path) -> None:
         def bind(pool: torch.Tensor) -> NativeAttention:
@@ -154,7 +178,24 @@ def check(
             token_id, index, index, _table(index + 1), CHECK_TOKENS, want_logits=True
         )
     assert found is not None
-    allowed = ALLOWED[decoder.kv_dtype] * expected.square().mean().sqrt()
+    _require_close(found, expected, decoder.kv_dtype)
+
+
+@torch.inference_mode()
+def check_forward(adapter: ModelAdapter, forward: NativeForward, rope: RopeTables) -> None:
+    """Compare a native step of many tokens with the model's own.
+
+    Raises:
+        NativeUnavailableError: they differ.
+    """
+    ids = torch.tensor([[(7 + 31 * index) % adapter.vocab_size for index in range(CHECK_TOKENS)]])
+    expected = adapter.hidden(ids, _reference_attend(adapter, rope))
+    found = forward.hidden(ids, _reference_attend(adapter, rope))
+    _require_close(found.float(), expected.float(), adapter.model.dtype)
+
+
+def _require_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    allowed = ALLOWED[dtype] * expected.square().mean().sqrt()
     difference = (found - expected).square().mean().sqrt()
     if not difference <= allowed:
         raise NativeUnavailableError(
@@ -164,7 +205,14 @@ def check(
 
 def _model_logits(adapter: ModelAdapter, ids: list[int], rope: RopeTables) -> torch.Tensor:
     """Logits after the last token, by the model's own code over the reference attention."""
-    pool, slots, table = GpuPool(adapter.spec, 2).data, torch.arange(len(ids)), _table(len(ids))
+    hidden = adapter.hidden(torch.tensor([ids]), _reference_attend(adapter, rope))
+    return adapter.logits(hidden[-1:])[0]
+
+
+def _reference_attend(adapter: ModelAdapter, rope: RopeTables) -> Attend:
+    """Attention of the first `CHECK_TOKENS` tokens of a stream, by the oracle."""
+    pool, slots = GpuPool(adapter.spec, 2).data, torch.arange(CHECK_TOKENS)
+    table = _table(CHECK_TOKENS)
 
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -172,8 +220,7 @@ def _model_logits(adapter: ModelAdapter, ids: list[int], rope: RopeTables) -> to
         reference.write_kv(pool, k, v, slots, layer, rope)
         return reference.attend(q, pool, layer, table, 0, CHECK_TOKENS, rope, scale)
 
-    hidden = adapter.hidden(torch.tensor([ids]), attend)
-    return adapter.logits(hidden[-1:])[0]
+    return attend
 
 
 def _table(num_tokens: int) -> SequenceTable:

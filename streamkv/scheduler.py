@@ -53,6 +53,9 @@ class Scheduler:
         work = self._queue[0]
         # Cut at absolute multiples: a feed and its replay after a crash compute the same chunks.
         room = self.prefill_chunk - work.sequence.num_computed % self.prefill_chunk
+        # Fed by whole chunks, a stream is always one token behind: no step for that one alone.
+        if room < min(work.num_tokens, work.sequence.block_size):
+            room = self.prefill_chunk
         if (boundary := work.sequence.next_boundary) is not None:
             room = min(room, boundary - work.sequence.num_computed)
         query_len = min(work.num_tokens, room)

@@ -76,15 +76,15 @@ class StepLoop:
     """Owns the engine's thread.
 
     Args:
-        executor: what a step does.
+        executor: what a step does; may be given later, by `drive`, to be made on the thread.
         prefill_chunk: tokens of one sequence in one step, at most.
         num_threads: torch threads of the step, or `None`.
     """
 
     def __init__(
-        self, executor: StepExecutor, prefill_chunk: int, num_threads: int | None = None
+        self, executor: StepExecutor | None, prefill_chunk: int, num_threads: int | None = None
     ) -> None:
-        self._executor = executor
+        self._given_executor = executor
         self._scheduler = Scheduler(prefill_chunk)
         self._num_threads = num_threads
         self._jobs: dict[Work, _Job] = {}
@@ -94,6 +94,15 @@ class StepLoop:
         self._closed = False
         self._thread = threading.Thread(target=self._main, name="streamkv-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def _executor(self) -> StepExecutor:
+        assert self._given_executor is not None, "a step before there is an executor"
+        return self._given_executor
+
+    def drive(self, executor: StepExecutor) -> None:
+        """Take steps with `executor` from now on."""
+        self._given_executor = executor
 
     def submit(self, operation: Compute | Call) -> "Future[Any]":
         """Queue an operation.

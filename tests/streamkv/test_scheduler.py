@@ -84,3 +84,20 @@ def test_a_work_item_can_be_taken_back() -> None:
     scheduler.add(work)
     scheduler.remove(work)
     assert scheduler.schedule() is None and len(scheduler) == 0
+
+
+def test_a_stream_one_token_behind_its_chunks_takes_no_step_for_that_token() -> None:
+    """Fed by whole chunks, the last token of each is computed with the next one."""
+    sequence = Sequence(1, Window(64), 64, BlockKey(b"r" * 16))
+    scheduler = Scheduler(128)
+    sizes = []
+    for _ in range(3):
+        sequence.append(range(128))
+        work = Work(sequence, sequence.num_pending - 1)
+        scheduler.add(work)
+        while (scheduled := scheduler.schedule()) is not None:
+            _, batch = scheduled
+            sizes.append(batch.num_tokens)
+            sequence.advance(batch.num_tokens)
+            scheduler.postprocess(work, batch)
+    assert sizes == [127, 128, 128]
