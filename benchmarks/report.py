@@ -4,6 +4,7 @@ A figure has a value, a unit, the bound that was asked for, and which direction 
 bound stays in the file as `ok: false`. Machine, versions and commit are part of the report.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -16,8 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "numpy", "lmdb", "zstandard")
+WRITTEN = ("benchmarks/results", "README.md")
+"""What benchmarks themselves change."""
+
+GPU_PACKAGES = ("triton", "flashinfer-python", "vllm")
 
 
 def machine() -> str:
@@ -28,24 +35,29 @@ def machine() -> str:
             model = line.split(":", 1)[1].strip()
             break
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}"
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}{gpu}"
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that matter."""
-    found = {name: importlib.metadata.version(name) for name in PACKAGES}
+    found = {}
+    for name in PACKAGES + (GPU_PACKAGES if torch.cuda.is_available() else ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return {"python": platform.python_version(), **found}
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus sign if files differ from it."""
+    """The checkout's commit, with a plus sign if files differ; `COMMIT` where there is no git."""
     root = Path(__file__).parent.parent
     try:
         run = ["git", "-C", str(root)]
         name = subprocess.check_output([*run, "rev-parse", "--short", "HEAD"], text=True).strip()
-        changed = subprocess.check_output([*run, "status", "--porcelain", "-uno"], text=True)
+        status = ["status", "--porcelain", "-uno", "--", ".", *(f":!{path}" for path in WRITTEN)]
+        changed = subprocess.check_output([*run, *status], text=True)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")
     return name + ("+" if changed.strip() else "")
 
 

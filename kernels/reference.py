@@ -53,6 +53,7 @@ def attend(
     rope: RopeTables,
     scale: float,
     *,
+    softcap: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -66,6 +67,7 @@ def attend(
     rope: RopeTables,
     scale: float,
     *,
+    softcap: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -78,6 +80,7 @@ def attend(
     rope: RopeTables,
     scale: float,
     *,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of T consecutive queries of one sequence over the entries of its table.
@@ -92,6 +95,7 @@ def attend(
         window_size: tokens that window entries show, the query's own included.
         rope: tables that hold every distance in use.
         scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -116,6 +120,8 @@ def attend(
     keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
 
     scores = torch.einsum("tehgd,ehjd->thgej", turned, keys) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~visible[:, None, None], -math.inf).flatten(-2)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()

@@ -1,0 +1,224 @@
+"""The Triton kernels against their twins: on a GPU in full, else small in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_cases import BLOCK_SIZE, DEVICE, DTYPES, LAYER, ON_GPU, Batch, Built, Stream, build
+
+from streamkv.errors import ConfigError
+from streamkv.kernels import gpu, reference
+from streamkv.kernels.gpu import Shape, Softmax
+
+pytestmark = pytest.mark.gpu if ON_GPU else []
+
+B = BLOCK_SIZE
+HEADS = [
+    pytest.param(1, 1, 16, 16, id="one-head"),
+    pytest.param(3, 3, 64, 64, id="smollm2"),
+    pytest.param(2, 7, 64, 64, id="group-7"),
+    pytest.param(1, 16, 32, 32, id="group-16"),
+    pytest.param(2, 2, 80, 80, id="head-80"),
+    pytest.param(1, 2, 96, 48, id="partial-rotary"),
+    pytest.param(1, 4, 128, 128, id="head-128"),
+    pytest.param(1, 2, 256, 64, id="head-256"),
+]
+
+
+def decode(built: Built, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, scratch = built.batch, None
+    if splits is not None:
+        shape = Shape.of(built.pools[0], batch.num_q_heads, batch.rope())
+        per_sequence = len(built.q) // len(batch.streams)
+        scratch = gpu.decode_scratch(shape, len(batch.streams), per_sequence, splits, DEVICE)
+        scratch.out.fill_(float("nan"))
+        scratch.lse.fill_(float("nan"))
+    softmax = Softmax(batch.scale, batch.softcap, built.sink_logits)
+    rope, table = batch.rope(), built.table
+    seen = gpu.plan_decode(table, built.query_starts, len(built.q) // len(batch.streams))
+    return gpu.decode(built.q, built.pools[0], LAYER, table, seen, rope, softmax, scratch)
+
+
+def prefill(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, table = built.batch, built.table
+    shape = Shape.of(built.pools[0], batch.num_q_heads, batch.rope())
+    host = type(table)(*(getattr(table, name).cpu() for name in type(table).__slots__))
+    tiles = gpu.prefill_tiles(
+        host, built.query_starts.cpu(), built.num_queries, shape, gpu.prefill_launch(shape).rows
+    )
+    softmax = Softmax(batch.scale, batch.softcap, built.sink_logits)
+    return gpu.prefill(
+        built.q,
+        built.pools[0],
+        LAYER,
+        table,
+        built.query_starts,
+        tiles.to(DEVICE),
+        batch.rope(),
+        softmax,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim", "rotary_dim"), HEADS)
+def test_decode_of_every_kind_of_head(
+    num_kv_heads: int, group: int, head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    streams = (Stream(3 * B + 5, window_size=2 * B), Stream(B, window_size=B), Stream(1))
+    built = build(Batch(streams, num_kv_heads, group, head_dim, rotary_dim, dtype))
+    built.check(decode(built))
+
+
+@pytest.mark.parametrize("num_queries", [2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_queries_of_each_sequence(num_queries: int, dtype: torch.dtype) -> None:
+    streams = tuple(
+        Stream(tokens, num_queries, window_size=B + 3) for tokens in (num_queries, B + 4, 4 * B + 1)
+    )
+    built = build(Batch(streams, dtype=dtype))
+    built.check(decode(built, splits=3))
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("splits", [1, 4, 9])
+def test_lengths_around_every_edge(edge: int, splits: int) -> None:
+    window = 2 * B + 5
+    lengths = [B + edge, 2 * B + edge, window + edge, window + 4 + edge, 5 * B + edge]
+    built = build(Batch(tuple(Stream(n, window_size=window) for n in lengths)))
+    built.check(decode(built, splits))
+
+
+@pytest.mark.parametrize("num_sinks", [0, 1, B - 1, B, B + 1, 2 * B + 3])
+def test_sinks_of_any_number(num_sinks: int) -> None:
+    streams = tuple(Stream(n, window_size=B, num_sinks=num_sinks) for n in (5, 4 * B + 2))
+    built = build(Batch(streams))
+    built.check(decode(built))
+    long = tuple(replace(stream, num_queries=5) for stream in streams)
+    built = build(Batch(long))
+    built.check(prefill(built))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_two_pools_in_one_launch(dtype: torch.dtype) -> None:
+    streams = (Stream(6 * B + 3, window_size=6 * B), Stream(4 * B + 1, window_size=3 * B))
+    built = build(Batch(streams, dtype=dtype, pinned=True))
+    assert len(built.pools) == 2
+    built.check(decode(built))
+    long = tuple(replace(stream, num_queries=B + 1) for stream in streams)
+    built = build(Batch(long, dtype=dtype, pinned=True))
+    built.check(prefill(built))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sink_logits", [False, True])
+def test_soft_cap_and_learned_sink_logits(softcap: float | None, has_sink_logits: bool) -> None:
+    streams = (Stream(2 * B + 3, window_size=B), Stream(7), Stream(1))
+    batch = Batch(streams, softcap=softcap, has_sink_logits=has_sink_logits)
+    built = build(batch)
+    built.check(decode(built, splits=4))
+    built = build(replace(batch, streams=(Stream(2 * B + 3, B, window_size=B), Stream(9, 9))))
+    built.check(prefill(built))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim", "rotary_dim"), HEADS)
+def test_prefill_of_every_kind_of_head(
+    num_kv_heads: int, group: int, head_dim: int, rotary_dim: int, dtype: torch.dtype
+) -> None:
+    streams = (Stream(3 * B, B + 9, window_size=B + 2), Stream(7, 7), Stream(B + 1, 1))
+    built = build(Batch(streams, num_kv_heads, group, head_dim, rotary_dim, dtype))
+    built.check(prefill(built))
+
+
+@pytest.mark.parametrize("window_size", [1, B - 1, B, B + 1, 3 * B])
+@pytest.mark.parametrize("num_tokens", [2, B, 4 * B + 3])
+def test_prefill_from_the_first_token_on(num_tokens: int, window_size: int) -> None:
+    """The cap of the sinks begins in mid-stream, and in mid-tile."""
+    built = build(Batch((Stream(num_tokens, num_tokens, window_size),)))
+    built.check(prefill(built))
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_minus_infinity() -> None:
+    built = build(Batch((Stream(5), Stream(3))))
+    built.table.num_entries[0] = 0
+    built.table.num_sink_entries[0] = 0
+    out, lse = decode(built, splits=2)
+    assert not out[0].any() and lse[0].eq(-torch.inf).all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
+
+
+def test_no_sequences() -> None:
+    built = build(Batch((Stream(5),)))
+    table = type(built.table)(
+        *(getattr(built.table, name)[:0] for name in type(built.table).__slots__)
+    )
+    rope, softmax = built.batch.rope(), Softmax(0.25)
+    seen = gpu.plan_decode(table, built.query_starts[:0], 1)
+    out, lse = gpu.decode(built.q[:0], built.pools[0], LAYER, table, seen, rope, softmax)
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_write_equals_reference(dtype: torch.dtype, rotary_dim: int) -> None:
+    rope = Batch((Stream(1),), rotary_dim=rotary_dim).rope()
+    pool = torch.full((5, 2, 2, 3, B, 16), torch.nan, dtype=dtype)
+    expected = pool.clone()
+    k, v = torch.randn(2, 2 * B, 3, 16).to(dtype)
+    slots = torch.randperm(4 * B)[: 2 * B]
+    host = Batch((Stream(1),), rotary_dim=rotary_dim).rope("cpu")
+    reference.write_kv(expected, k, v, slots, 1, host)
+    pool = pool.to(DEVICE)
+    by_head = k.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    gpu.write_kv(pool, by_head, v.to(DEVICE), slots.to(DEVICE), 1, rope)
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float32 else {}
+    torch.testing.assert_close(pool.cpu(), expected, equal_nan=True, **tolerance)
+
+
+@pytest.mark.parametrize("num_bytes", [16, 48, 8192, 8208, 40960])
+def test_copies_reach_their_places_and_no_other(num_bytes: int) -> None:
+    words = num_bytes // 8
+    source = torch.arange(4 * words, device=DEVICE).view(4, words)
+    target = torch.full((6, words), -1, device=DEVICE)
+    step = num_bytes
+    sources = source.data_ptr() + step * torch.tensor([3, 0, 2], device=DEVICE)
+    targets = target.data_ptr() + step * torch.tensor([1, 5, 0], device=DEVICE)
+    gpu.copy_blocks(sources, targets, num_bytes)
+    expected = torch.full((6, words), -1, device=DEVICE)
+    expected[[1, 5, 0]] = source[[3, 0, 2]]
+    assert torch.equal(target, expected)
+
+
+REFUSED = [
+    (lambda b: {"pool": b.pools[0].transpose(3, 4)}, "contiguous"),
+    (lambda b: {"pool": b.pools[0].double(), "q": b.q.double()}, "float16, bfloat16 or float32"),
+    (lambda b: {"q": b.q[:, :3]}, "multiple of 2"),
+    (lambda b: {"q": b.q[:, :, :8]}, "head_dim is 16"),
+    (lambda b: {"q": b.q.half()}, "as the pool has"),
+    (lambda b: {"layer": 2}, "Use 0 to 1"),
+    (lambda b: {"q": torch.cat([b.q] * 2)}, "Pass .2, "),
+]
+
+
+@pytest.mark.parametrize(("change", "remedy"), REFUSED)
+def test_what_the_kernels_are_not_made_for_is_refused(change, remedy: str) -> None:  # type: ignore[no-untyped-def]
+    built = build(Batch((Stream(5),)))
+    arguments = {
+        "q": built.q,
+        "pool": built.pools[0],
+        "layer": LAYER,
+        "table": built.table,
+        "seen": gpu.plan_decode(built.table, built.query_starts, 1),
+        "rope": built.batch.rope(),
+        "softmax": Softmax(0.25),
+    }
+    with pytest.raises(ConfigError, match=remedy):
+        gpu.decode(**(arguments | change(built)))
+
+
+def test_a_plan_of_wrong_queries_is_refused() -> None:
+    built = build(Batch((Stream(5),)))
+    with pytest.raises(ConfigError, match="1 to 8"):
+        gpu.plan_decode(built.table, built.query_starts, 9)
+    with pytest.raises(ConfigError, match="int64"):
+        gpu.plan_decode(built.table, built.query_starts.int(), 1)
