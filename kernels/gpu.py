@@ -150,7 +150,8 @@ class DecodeScratch:
 
 def decode_rows(shape: Shape, num_queries: int) -> int:
     """Rows of a decode program: (query, query head) padded to what `tl.dot` takes."""
-    return max(16, triton.next_power_of_2(num_queries * shape.group))
+    padded: int = triton.next_power_of_2(num_queries * shape.group)
+    return max(16, padded)
 
 
 def decode_scratch(

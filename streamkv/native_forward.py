@@ -80,7 +80,7 @@ class NativeForward:
         parts = _products(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         heads = (self._num_q_heads, self._num_kv_heads, self._num_kv_heads)
         q, k, v = (
-            part.unflatten(1, (count, dim)) for part, count in zip(parts, heads, strict=True)
+            part.view(len(part), count, dim) for part, count in zip(parts, heads, strict=True)
         )
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._rows.rms_norm(q.contiguous(), layer.q_norm, self._eps)
