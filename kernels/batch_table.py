@@ -48,6 +48,13 @@ class BatchTable:
         """Entries that a sequence may have."""
         return self.addresses.shape[1]
 
+    def to(self, device: torch.device | str) -> "BatchTable":
+        """The same on another device."""
+        columns = (self.block_ids, self.addresses, self.starts, self.caps)
+        counts = (self.num_entries, self.num_sink_entries, self.window_sizes)
+        every = (*columns, self.first_valid, self.end_valid, *counts)
+        return BatchTable(*(column.to(device, non_blocking=True) for column in every))
+
     def sequence(self, index: int) -> SequenceTable:
         """The table of one sequence, with ids as block ids."""
         count = int(self.num_entries[index])

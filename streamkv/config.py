@@ -83,8 +83,8 @@ class EngineConfig:
         window_size: newest tokens attended, the current one included.
         num_sink_tokens: first tokens of the stream attended for ever; a system prompt is kept
             whole, whatever its length.
-        dtype: element type of weights and KV. `auto`: float32 on a CPU.
-        device: `auto` or `cpu`; this version computes on the CPU.
+        dtype: element type of weights and KV. `auto`: float32 on a CPU, bfloat16 on a GPU.
+        device: `cpu`, `cuda`, or `auto`: a GPU if there is one.
         gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
             `max_sessions` windows need.
         max_sessions: live sessions that the default gpu pool has room for.

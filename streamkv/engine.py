@@ -5,15 +5,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from streamkv.config import EngineConfig, parse_size
-from streamkv.errors import ConfigError, EngineClosedError, SessionError
+from streamkv.device import choose_device, choose_dtype, make_runner, make_transfer
+from streamkv.errors import EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener
-from streamkv.runner import Runner
 from streamkv.session import Session
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.step_loop import Call, StepLoop
@@ -61,13 +59,20 @@ class Engine:
             raise
 
     def _open(self, model: str, on_progress: Callable[[str], None] | None) -> None:
-        self._adapter = _load_model(model, self.config, on_progress)
+        device = choose_device(self.config.device)
+        self._adapter = ModelAdapter.load(
+            model,
+            dtype=choose_dtype(self.config.dtype, device),
+            device=device,
+            trust_remote_code=self.config.trust_remote_code,
+            on_progress=on_progress,
+        )
         check_window(self.config, self._adapter)
         self._tokenizer = load_tokenizer(
             self._adapter.tokenizer_dir, trust_remote_code=self.config.trust_remote_code
         )
         self._gpu_pool = GpuPool(
-            self._adapter.spec, num_gpu_blocks(self.config, self._adapter.spec)
+            self._adapter.spec, num_gpu_blocks(self.config, self._adapter.spec), device
         )
         self._store = Store.open(self.config, self._adapter)
         self._open_tiers()
@@ -85,18 +90,13 @@ class Engine:
                 on_pressure=self.config.on_pressure,
                 # What one chunk fills: a writer that lags must not spread over the pool.
                 max_pending=self.config.prefill_chunk // spec.block_size + 4,
+                transfer=make_transfer(self._gpu_pool),
             )
         except BaseException:
             if self._store is not None:
                 self._store.close()
             raise
-        threads = self.config.num_threads or torch.get_num_threads()
-        self._runner = Runner(
-            self._adapter,
-            self._gpu_pool.data,
-            self._adapter.trained_length,
-            native_threads=threads if self.config.compile == "auto" else 0,
-        )
+        self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
         executor = Executor(self._runner, self._tiers)
         self._loop.drive(executor)
         self._opener = SessionOpener(
@@ -153,8 +153,7 @@ class Engine:
 
         Nothing needs this call: steps run on transformers' own code until then.
         """
-        native = self._runner.native
-        return native is not None and native.wait()
+        return self._runner.wait_until_fast()
 
     def session_names(self) -> list[str]:
         """Names of all sessions, open and sleeping."""
@@ -216,20 +215,3 @@ class Engine:
         with self._lock:
             self._sessions.pop(session.name, None)
             self._opener.release(session.name)
-
-
-def _load_model(
-    name: str, config: EngineConfig, on_progress: Callable[[str], None] | None
-) -> ModelAdapter:
-    if config.device == "cuda":
-        raise ConfigError(
-            "device", "cuda", "this version computes on the CPU", 'Use device="auto" or "cpu".'
-        )
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    return ModelAdapter.load(
-        name,
-        dtype=dtype,
-        device="cpu",
-        trust_remote_code=config.trust_remote_code,
-        on_progress=on_progress,
-    )

@@ -1,9 +1,23 @@
 """Sequence bookkeeping meets tiers: blocks live before a step, sealed and dropped after."""
 
+from typing import Protocol
+
 from streamkv.batch import Batch, StepResult, Wanted
-from streamkv.runner import Runner
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+
+
+class StepRunner(Protocol):
+    """What runs a batch: one for each kind of device."""
+
+    def run(self, batch: Batch) -> list[StepResult]:
+        """Compute the batch; one result per sequence, in the batch's order."""
+
+    def wait_until_fast(self) -> bool:
+        """Wait until the fastest way is ready or given up; whether there is one."""
+
+    def close(self) -> None:
+        """End what the runner has begun in the background."""
 
 
 class Executor:
@@ -14,7 +28,7 @@ class Executor:
         tiers: owner of the blocks.
     """
 
-    def __init__(self, runner: Runner, tiers: TierManager) -> None:
+    def __init__(self, runner: StepRunner, tiers: TierManager) -> None:
         self._runner = runner
         self._tiers = tiers
 

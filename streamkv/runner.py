@@ -71,6 +71,10 @@ class Runner:
         """The native kernels on their way, unless they were turned off."""
         return self._native
 
+    def wait_until_fast(self) -> bool:
+        """Wait until the native decode step is ready or given up; whether there is one."""
+        return self._native is not None and self._native.wait()
+
     def close(self) -> None:
         """End what prepares the native kernels."""
         if self._native is not None:

@@ -4,13 +4,19 @@ The real model is converted once per machine, into the user's own cache director
 made from a seed in a few hundred milliseconds, so that an engine test need not load real weights.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streamkv.model_cache import cache_root
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: its own functions are made for the interpreter, or not.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 CHATML = (
     "{% for message in messages %}"

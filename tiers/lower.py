@@ -213,7 +213,8 @@ class LowerTiers:
         if self._ssd is None:
             return False
         try:
-            return self._ssd.read(key, self._transfer.view(block_id))
+            with self._transfer.filling(block_id) as out:
+                return self._ssd.read(key, out)
         except (StoreError, OSError) as error:
             self._counters.add("read_errors")
             _log.warning("reading a block from ssd failed and counts as a miss: %s", error)
@@ -278,7 +279,7 @@ class LowerTiers:
         if self._cpu is not None and block is not None:
             return self._cpu.data(block)
         assert block_id is not None
-        return self._transfer.view(block_id)
+        return self._transfer.read(block_id)
 
     def _is_stored(self, key: BlockKey) -> bool:
         if self._ssd is None:

@@ -1,13 +1,14 @@
 """Copies of whole blocks between the gpu pool and host memory, and when they are finished.
 
 Invariant: a copy out of a block starts after everything that was issued to write the block
-    (`written`
-marks that point), and the caller keeps the block from reuse until the copy's completion is done. On
-a CPU machine kernels and copies run where they are called, so every completion is done at once; on
-a GPU the same calls return events of a copy stream. This module does not know keys, tiers or
+(`written` marks that point), and the caller keeps the block from reuse until the copy's completion
+is done. On a CPU machine kernels and copies run where they are called, so every completion is done
+at once; `cuda_transfer` returns events of a copy stream. This module does not know keys, tiers or
 policies.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -51,23 +52,28 @@ class Transfer:
         """Marks all work that the calling thread has issued so far on the pool."""
         return Finished()
 
-    def view(self, block_id: int) -> Bytes:
-        """The bytes of a gpu block [block_bytes], to be read or filled by the ssd tier."""
+    def read(self, block_id: int) -> Bytes:
+        """The bytes of a gpu block [block_bytes], for the ssd tier to write."""
         return self._gpu_pool.block_bytes(block_id)
+
+    @contextmanager
+    def filling(self, block_id: int) -> Iterator[Bytes]:
+        """Room [block_bytes] for the ssd tier to read into; in the gpu block on leaving."""
+        yield self._gpu_pool.block_bytes(block_id)
 
     def demote(self, block_id: int, out: Bytes) -> Completion:
         """Copy a gpu block into host memory [block_bytes]."""
         # numpy and not torch: a plain memcpy without the GIL, and without torch's thread pool,
         # which would compete with the attention of the step that runs meanwhile.
-        np.copyto(out, self.view(block_id))
+        np.copyto(out, self._gpu_pool.block_bytes(block_id))
         return Finished()
 
     def promote(self, source: Bytes, block_id: int) -> Completion:
         """Copy host memory [block_bytes] into a gpu block."""
-        np.copyto(self.view(block_id), source)
+        np.copyto(self._gpu_pool.block_bytes(block_id), source)
         return Finished()
 
     def copy(self, source_block_id: int, block_id: int) -> Completion:
         """Copy one gpu block into another."""
-        np.copyto(self.view(block_id), self.view(source_block_id))
+        np.copyto(self._gpu_pool.block_bytes(block_id), self._gpu_pool.block_bytes(source_block_id))
         return Finished()

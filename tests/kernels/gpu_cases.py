@@ -1,27 +1,22 @@
 """Streams in paged blocks for the tests of the GPU kernels: random sizes, NaN wherever nothing is.
 
-Runs on a GPU if there is one, else in Triton's interpreter, which wants smaller blocks and does not
-know bfloat16.
+Runs on a GPU if there is one, else in Triton's interpreter (see tests/conftest.py), which wants
+smaller blocks and does not know bfloat16.
 """
 
 import itertools
 import math
-import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from streamkv.kernels import batch_reference, reference
+from streamkv.kernels.batch_table import BatchTable, batch_table
+from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.table import NO_CAP, SequenceTable
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from torch import Tensor  # noqa: E402
-
-from streamkv.kernels import batch_reference, reference  # noqa: E402
-from streamkv.kernels.batch_table import BatchTable, batch_table  # noqa: E402
-from streamkv.kernels.rope import RopeTables  # noqa: E402
-from streamkv.kernels.table import NO_CAP, SequenceTable  # noqa: E402
-
 DEVICE = "cuda" if ON_GPU else "cpu"
 BLOCK_SIZE = 64 if ON_GPU else 16
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]

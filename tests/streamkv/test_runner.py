@@ -1,11 +1,13 @@
 """The runner by itself: packed rows, what is returned, which slots are written."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from dense_oracle import dense_logits
+from gpu_cases import DEVICE, ON_GPU
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
@@ -15,9 +17,20 @@ from streamkv.runner import Runner, build_table
 from streamkv.sequence import Sequence
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.spec import BlockKey
+from streamkv.triton_runner import TritonRunner
 from streamkv.window import NO_CAP, Window
 
 WINDOW = Window(64, ((0, 4),))
+KIND = "torch"
+
+
+@pytest.fixture(
+    params=["torch", pytest.param("triton", marks=[pytest.mark.gpu] if ON_GPU else [])],
+    autouse=True,
+)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file runs on both runners, Triton's on a GPU or in its interpreter."""
+    monkeypatch.setattr(sys.modules[__name__], "KIND", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +42,13 @@ class Bench:
     """A runner over a pool that is all NaN until written; blocks are handed out from the last."""
 
     def __init__(self, adapter: ModelAdapter, num_blocks: int = 16) -> None:
-        self.pool = GpuPool(adapter.spec, num_blocks)
+        make, device = (TritonRunner, DEVICE) if KIND == "triton" else (Runner, "cpu")
+        if device != "cpu":
+            dtype = adapter.spec.dtype
+            adapter = ModelAdapter.load(adapter.name, dtype=dtype, device=device)
+        self.pool = GpuPool(adapter.spec, num_blocks, device)
         self.pool.fill_nan(*range(num_blocks + 1))
-        self.runner = Runner(adapter, self.pool.data, adapter.trained_length)
+        self.runner = make(adapter, self.pool.data, adapter.trained_length)
         self._free = list(range(num_blocks))
 
     def sequence(self, ids: list[int], window: Window = WINDOW) -> Sequence:
@@ -108,6 +125,8 @@ def test_sequences_side_by_side_get_what_each_wanted(adapter: ModelAdapter) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exactly_the_slots_of_the_new_tokens_are_written(tiny_model_dir: Path, dtype: str) -> None:
     """Rows that pad a step of 16-bit numbers are written nowhere."""
+    if KIND == "triton" and dtype == "bfloat16" and not ON_GPU:
+        pytest.skip("Triton's interpreter does not know bfloat16")
     adapter = ModelAdapter.load(str(tiny_model_dir), dtype=dtype)
     bench = Bench(adapter)
     one = bench.sequence(some_ids(adapter, 1, 70))

@@ -14,7 +14,7 @@ def test_a_block_goes_down_and_up_unchanged(dtype: str) -> None:
     pool = GpuPool(spec, 3)
     transfer = Transfer(pool)
     pattern = np.random.default_rng(1).integers(0, 256, spec.block_bytes, dtype=np.uint8)
-    transfer.view(0)[:] = pattern
+    transfer.read(0)[:] = pattern
     host = np.zeros(spec.block_bytes, np.uint8)
     down = transfer.demote(0, host)
     down.wait()

@@ -1,0 +1,76 @@
+"""Which device an engine computes on, and what it makes for it: pool, transfer, runner.
+
+A GPU needs CUDA in torch, and Triton for the kernels. What an explicit choice cannot have is
+refused with the reason; `auto` takes the CPU then.
+"""
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+from streamkv.config import EngineConfig
+from streamkv.errors import ConfigError
+from streamkv.executor import StepRunner
+from streamkv.model import ModelAdapter
+from streamkv.runner import Runner
+from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.transfer import Transfer
+
+Device = Literal["cpu", "cuda"]
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    """The device to compute on.
+
+    Raises:
+        ConfigError: `cuda` on a machine that cannot do that.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    problem = gpu_problem()
+    if problem is None:
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError("device", "cuda", problem, 'Use device="auto" or "cpu".')
+    return "cpu"
+
+
+def gpu_problem() -> str | None:
+    """Why nothing can be computed on a GPU here; `None` if it can."""
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is built without CUDA"
+        return "torch finds no GPU that it can use"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+def choose_dtype(wanted: str, device: Device) -> str:
+    """The element type of weights and KV: as wanted, or what the device is best at."""
+    if wanted != "auto":
+        return wanted
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def make_transfer(pool: GpuPool) -> Transfer:
+    """What copies the pool's blocks."""
+    if pool.data.device.type == "cpu":
+        return Transfer(pool)
+    # Imported only here: a machine without a GPU need not be able to.
+    from streamkv.tiers.cuda_transfer import CudaTransfer
+
+    return CudaTransfer(pool)
+
+
+def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:
+    """What runs the model over the pool."""
+    if pool.data.device.type == "cpu":
+        threads = config.num_threads or torch.get_num_threads()
+        native_threads = threads if config.compile == "auto" else 0
+        return Runner(adapter, pool.data, adapter.trained_length, native_threads)
+    # Imported only here: Triton is not there on every system.
+    from streamkv.triton_runner import TritonRunner
+
+    return TritonRunner(adapter, pool.data, adapter.trained_length)

@@ -1,0 +1,79 @@
+"""Copies between a gpu pool on a GPU and host memory, on a stream of their own.
+
+Invariant: the copy stream waits for nothing but the event it is given by `written`'s completion,
+which the caller waits for first; what is copied into the pool is there when its completion is done.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.host_memory import Bytes
+from streamkv.tiers.transfer import Completion, Transfer
+
+
+class Recorded:
+    """The completion of what a stream was given up to now."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        """Whether the stream has come this far."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block the calling thread, not the GPU, until it has."""
+        self._event.synchronize()
+
+
+class CudaTransfer(Transfer):
+    """Copies to and from the blocks of a gpu pool on a GPU. Safe to use from several threads.
+
+    Args:
+        gpu_pool: the pool whose blocks are copied.
+    """
+
+    def __init__(self, gpu_pool: GpuPool) -> None:
+        super().__init__(gpu_pool)
+        self._device = gpu_pool.data.device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def written(self) -> Completion:
+        """Marks all work that the calling thread has issued so far on the pool."""
+        return Recorded(torch.cuda.current_stream(self._device))
+
+    def read(self, block_id: int) -> Bytes:
+        """A copy of the bytes of a gpu block."""
+        out = np.empty(self._gpu_pool.spec.block_bytes, dtype=np.uint8)
+        self.demote(block_id, out).wait()
+        return out
+
+    @contextmanager
+    def filling(self, block_id: int) -> Iterator[Bytes]:
+        """Room [block_bytes] for the ssd tier to read into; in the gpu block on leaving."""
+        room = np.empty(self._gpu_pool.spec.block_bytes, dtype=np.uint8)
+        yield room
+        self.promote(room, block_id).wait()
+
+    def demote(self, block_id: int, out: Bytes) -> Completion:
+        """Copy a gpu block into host memory [block_bytes]."""
+        return self._copy(torch.from_numpy(out), self._gpu_pool.row(block_id))
+
+    def promote(self, source: Bytes, block_id: int) -> Completion:
+        """Copy host memory [block_bytes] into a gpu block."""
+        return self._copy(self._gpu_pool.row(block_id), torch.from_numpy(source))
+
+    def copy(self, source_block_id: int, block_id: int) -> Completion:
+        """Copy one gpu block into another."""
+        return self._copy(self._gpu_pool.row(block_id), self._gpu_pool.row(source_block_id))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Completion:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return Recorded(self._stream)
