@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from report import RESULTS
 
 HERE = Path(__file__).parent
@@ -29,11 +30,13 @@ class Benchmark(NamedTuple):
         name: without `.py`; also of its result.
         reads_book: whether it takes `--data`.
         has_quick: whether it takes `--quick`.
+        needs_gpu: whether it is left out on a machine without one.
     """
 
     name: str
     reads_book: bool = False
     has_quick: bool = True
+    needs_gpu: bool = False
 
 
 BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
@@ -45,6 +48,7 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("resume"),
     Benchmark("memory"),
     Benchmark("sessions"),
+    Benchmark("gpu_attention", needs_gpu=True),
 )
 
 
@@ -137,6 +141,8 @@ def parse() -> argparse.Namespace:
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
     if any(b.reads_book for b in chosen) and options.data is None and not options.summary:
         parser.error("some of these read a book: give its folder with --data")
+    has_gpu = torch.cuda.is_available()
+    chosen = [b for b in chosen if has_gpu or not b.needs_gpu]
     options.chosen = [b for b in chosen if b.has_quick or not options.quick]
     return options
 

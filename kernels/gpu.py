@@ -175,7 +175,7 @@ def decode_splits(shape: Shape, num_sequences: int, capacity: int, num_processor
 def decode_launch(shape: Shape, rows: int) -> Launch:
     """Few warps while the rows are few: the kernel waits for memory, not for arithmetic."""
     small = shape.head_dim <= 128 and shape.dtype != torch.float32
-    return Launch(2 if rows <= 16 and small else 4, 3 if small else 2, rows)
+    return Launch(2 if rows <= 16 and small else 4, 2, rows)
 
 
 def write_kv(

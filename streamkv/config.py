@@ -16,6 +16,9 @@ from streamkv.tiers.spec import BLOCK_SIZE
 Retain = Literal["all", "window", "none"]
 OnPressure = Literal["wait", "drop"]
 
+MAX_BYTES = 2**50
+"""The largest size that is taken for one; systems refuse far smaller ones in ways of their own."""
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
@@ -29,16 +32,23 @@ def parse_size(field: str, value: int | str) -> int:
     KiB, MiB, GiB, TiB (or K, M, G, T) are powers of 1024; kB, MB, GB, TB powers of 1000.
 
     Raises:
-        ConfigError: not a size, or negative.
+        ConfigError: not a size, negative, or more than a PiB.
     """
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+        return _require_possible(field, value, value)
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(
             field, value, "not a size", 'Write a number of bytes or a size such as "10GiB".'
         )
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    num_bytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    return _require_possible(field, value, num_bytes)
+
+
+def _require_possible(field: str, value: int | str, num_bytes: int) -> int:
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(field, value, "more than a PiB", "Use what this machine has.")
+    return num_bytes
 
 
 def format_size(num_bytes: float) -> str:
@@ -75,6 +85,11 @@ def require_choice(field: str, value: object, choices: tuple[object, ...]) -> No
         raise ConfigError(field, value, "not a choice", f"Use one of {shown}.")
 
 
+def _require_directory(field: str, value: object) -> None:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(field, value, "not a path", "Use the path of a directory, or None.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of an `Engine`.
@@ -84,7 +99,7 @@ class EngineConfig:
         num_sink_tokens: first tokens of the stream attended for ever; a system prompt is kept
             whole, whatever its length.
         dtype: element type of weights and KV. `auto`: float32 on a CPU, bfloat16 on a GPU.
-        device: `cpu`, `cuda`, or `auto`: a GPU if there is one.
+        device: `cpu`, `cuda`, or `auto`: the CPU, as long as the GPU path is young.
         gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
             `max_sessions` windows need.
         max_sessions: live sessions that the default gpu pool has room for.
@@ -153,6 +168,9 @@ class EngineConfig:
             require_int("checkpoint_tokens", self.checkpoint_tokens, BLOCK_SIZE)
         require_int("prefill_chunk", self.prefill_chunk, 1, 65536)
         if self.num_threads is not None:
-            require_int("num_threads", self.num_threads, 1)
+            require_int("num_threads", self.num_threads, 1, 1024)
+        require_choice("trust_remote_code", self.trust_remote_code, (False, True))
+        if self.store is not None:
+            _require_directory("store", self.store)
         require_choice("compile", self.compile, ("auto", "off"))
         require_int("recall_blocks", self.recall_blocks, 0, 0)

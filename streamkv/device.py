@@ -1,7 +1,8 @@
 """Which device an engine computes on, and what it makes for it: pool, transfer, runner.
 
-A GPU needs CUDA in torch, and Triton for the kernels. What an explicit choice cannot have is
-refused with the reason; `auto` takes the CPU then.
+A GPU needs CUDA in torch, and Triton for the kernels; without them it is refused with the reason.
+`auto` is the CPU for now: on a GPU steps are not yet captured in graphs, so that a small model
+decodes slower there.
 """
 
 import importlib.util
@@ -26,14 +27,11 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     Raises:
         ConfigError: `cuda` on a machine that cannot do that.
     """
-    if wanted == "cpu":
+    if wanted != "cuda":
         return "cpu"
-    problem = gpu_problem()
-    if problem is None:
-        return "cuda"
-    if wanted == "cuda":
+    if (problem := gpu_problem()) is not None:
         raise ConfigError("device", "cuda", problem, 'Use device="auto" or "cpu".')
-    return "cpu"
+    return "cuda"
 
 
 def gpu_problem() -> str | None:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from streamkv.errors import SessionError
+from streamkv.errors import SessionError, StreamKVError
 from streamkv.step_loop import Call, Compute, StepLoop
 
 T = TypeVar("T")
@@ -66,20 +66,25 @@ class Turnstile:
     def _admit(self, operation: "_Run[Any]", first: bool) -> None:
         if first:
             if self._newest is not None:
-                self._newest.finish()
+                self._newest.finish(
+                    SessionError(
+                        f"session {self._name!r} has gone on with another call, so this iterator "
+                        "is stale. Start a new one."
+                    )
+                )
             self._newest = operation
-        elif self._newest is not operation:
-            raise SessionError(
-                f"session {self._name!r} has gone on with another call, so this iterator is stale. "
-                "Start a new one."
-            )
+        assert self._newest is operation, "whoever is not the newest has been ended"
 
     def leave(self) -> None:
         """The caller has control again."""
         self._busy.release()
 
-    def end(self, even_if_busy: bool = False) -> None:
+    def end(self, error: StreamKVError, even_if_busy: bool = False) -> None:
         """End the operation that is suspended, if there is one.
+
+        Args:
+            error: what its iterator raises from now on.
+            even_if_busy: leave an operation that is being carried out to its own end.
 
         Raises:
             SessionError: it is not suspended but being carried out.
@@ -91,7 +96,7 @@ class Turnstile:
                 f"session {self._name!r} is busy with another call. End that one first."
             )
         if self._newest is not None:
-            self._newest.finish()
+            self._newest.finish(error)
             self._newest = None
 
 
@@ -105,15 +110,21 @@ class _Run(Generic[T]):
         self._what = what
         self._started = False
         self._ended = False
+        self._ended_by: StreamKVError | None = None
 
     def _enter(self) -> None:
         self._gate.enter(self, first=not self._started)
         self._started = True
 
-    def finish(self) -> None:
-        """Close the generator: it journals that the operation ended here."""
+    def finish(self, ended_by: StreamKVError | None = None) -> None:
+        """Close the generator: it journals that the operation ended here.
+
+        Args:
+            ended_by: what the iterator raises from now on; without it, it is simply at its end.
+        """
         if not self._ended:
             self._ended = True
+            self._ended_by = ended_by
             self._steps.close()
 
     def __del__(self) -> None:
@@ -139,7 +150,7 @@ class Outputs(_Run[T], Iterator[T]):
 
     def __next__(self) -> T:
         if self._ended:
-            raise StopIteration
+            raise self._ended_by or StopIteration
         self._enter()
         try:
             return self._advance()
@@ -192,7 +203,7 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
 
     async def __anext__(self) -> T:
         if self._ended:
-            raise StopAsyncIteration
+            raise self._ended_by or StopAsyncIteration
         self._enter()
         try:
             return await self._advance()

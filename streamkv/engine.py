@@ -7,7 +7,7 @@ from typing import Self
 
 from streamkv.config import EngineConfig, parse_size
 from streamkv.device import choose_device, choose_dtype, make_runner, make_transfer
-from streamkv.errors import EngineClosedError, SessionError
+from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
@@ -44,6 +44,11 @@ class Engine:
         *,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
+        if not isinstance(model, str) or not model:
+            remedy = "Use 'smollm2-135m', a directory, a .gguf file or a hub id."
+            raise ConfigError("model", model, "not the name of a model", remedy)
+        if not isinstance(config, EngineConfig | None):
+            raise ConfigError("config", config, "not an EngineConfig", "Pass EngineConfig(...).")
         self.config = config if config is not None else EngineConfig()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}

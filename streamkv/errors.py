@@ -4,12 +4,13 @@ StreamKVError
 ├── ConfigError (also ValueError)       an option: names field, value and remedy
 │   └── UnknownOptionError (TypeError)  an option that does not exist
 ├── InputError (also ValueError)        text, token ids or a name given by the caller
-├── ModelError                          a model that cannot be found, loaded or supported
+├── ModelError (also ValueError)        a model that cannot be found, loaded or supported
 │   └── UnsupportedModelError           the numeric probe refused it
 ├── SessionError                        a session in a state that forbids the call
 ├── PoolFullError                       no free block in a pool
 ├── StoreError                          the ssd store
-│   ├── StoreFormatError                another format version, model or weights
+│   ├── StoreFormatError (ValueError)   another format version, model or weights
+│   │   └── StoreDamagedError           a file that cannot be read, whoever wrote it
 │   ├── StoreLockedError                open in another process
 │   └── StoreFullError                  no room left in the store, or on the disk below it
 ├── JournalError                        the journal cannot be written or read
@@ -51,7 +52,7 @@ class InputError(StreamKVError, ValueError):
         self.remedy = remedy
 
 
-class ModelError(StreamKVError):
+class ModelError(StreamKVError, ValueError):
     """A model that cannot be found, loaded or read."""
 
 
@@ -73,6 +74,10 @@ class StoreError(StreamKVError):
 
 class StoreFormatError(StoreError, ValueError):
     """The store was written by another format version, for another model or other weights."""
+
+
+class StoreDamagedError(StoreFormatError):
+    """The store's file is not one that can be read, whoever wrote it."""
 
 
 class StoreLockedError(StoreError):

@@ -54,6 +54,9 @@ class Intake:
         journal: of the session; `None` keeps nothing.
         vocab_size: token ids are below it.
         trained_length: positions that sink tokens and window may take together.
+
+    Attributes:
+        vocab_size: as given.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Intake:
         self._sequence = sequence
         self._tokenizer = tokenizer
         self._journal = journal
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._trained_length = trained_length
         self._encoder = tokenizer.encoder()
         self._has_turns = False
@@ -246,10 +249,10 @@ class Intake:
     def _check_ids(self, ids: list[int]) -> None:
         for token_id in ids:
             is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
-            if not is_int or not 0 <= token_id < self._vocab_size:
+            if not is_int or not 0 <= token_id < self.vocab_size:
                 raise InputError(
                     "token id",
                     token_id,
                     "outside the vocabulary",
-                    f"Use whole numbers from 0 to {self._vocab_size - 1}.",
+                    f"Use whole numbers from 0 to {self.vocab_size - 1}.",
                 )

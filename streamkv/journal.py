@@ -97,7 +97,8 @@ class Journal:
         journal = cls._read(path, journal_file.open_locked(path))
         if journal.torn_bytes:
             _log.warning(
-                "%s: gave up a torn record of %d bytes at byte %d; it was never acknowledged",
+                "%s: gave up %d bytes of a torn record at byte %d; unless something else cut the "
+                "file off, nothing that was acknowledged is missing",
                 path,
                 journal.torn_bytes,
                 journal.num_bytes,

@@ -59,9 +59,7 @@ class Runner:
         self.model = model
         self._pool = pool
         self._rope = RopeTables(model.inv_freq, max_distance + 1)
-        # glibc returns a buffer to the system, and pays for fresh pages the next time, unless one
-        # that was larger has been freed before: a tenth of scoring in bfloat16. No page is touched.
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)
+        self._has_scored = False
         self._native: NativeKernels | None = None
         if native_threads > 0:
             self._native = NativeKernels(model, pool, self._rope, native_threads)
@@ -169,6 +167,11 @@ class Runner:
         available = min(step.query_len + 1, step.sequence.num_pending)
         targets = torch.tensor(step.sequence.next_ids(available)[1:], dtype=torch.int64)
         rows = max(1, LOGIT_BYTES // (self.model.vocab_size * hidden.element_size()))
+        if not self._has_scored:
+            # glibc returns a buffer to the system, and pays for fresh pages the next time, unless a
+            # larger one was freed before: a tenth of scoring in bfloat16. No page is touched.
+            torch.empty(KEPT_BYTES, dtype=torch.uint8)
+            self._has_scored = True
         scores = torch.empty(len(targets), dtype=torch.float32)
         for low in range(0, len(targets), rows):
             part = targets[low : low + rows]

@@ -204,3 +204,4 @@ class Sequence:
             self._open_ids.append(self.pending.popleft())
             self.num_computed += 1
         assert len(self._open_ids) < self.block_size
+        self._apply_window_change()

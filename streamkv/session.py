@@ -14,7 +14,7 @@ from typing import Any, Self
 from streamkv.batch import Wanted
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
-from streamkv.errors import InputError, SessionError
+from streamkv.errors import EngineClosedError, InputError, SessionError
 from streamkv.generation import Generation
 from streamkv.intake import pieces
 from streamkv.live import LiveStream
@@ -104,11 +104,11 @@ class Session:
             SessionError: the stream is empty.
             JournalError: a token could not be journaled; it was not handed out.
         """
-        return self._outputs(self._generate(params or SamplingParams()), "generate")
+        return self._outputs(self._generate(self._checked(params)), "generate")
 
     def agenerate(self, params: SamplingParams | None = None) -> AsyncOutputs[Delta]:
         """`generate` for an event loop."""
-        return self._async_outputs(self._generate(params or SamplingParams()), "agenerate", ())
+        return self._async_outputs(self._generate(self._checked(params)), "agenerate", ())
 
     def say(self, text: str, role: str = "user") -> None:
         """Add one turn by the model's chat template, up to where the answer begins.
@@ -310,6 +310,20 @@ class Session:
         what = f"{what} of session {self.name!r}"
         return AsyncOutputs(self._loop, self._gate, steps, what, source)
 
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        """Sampling parameters that this model can use."""
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            remedy = "Pass SamplingParams(max_tokens=...) or nothing."
+            raise InputError("params", params, "not SamplingParams", remedy)
+        vocab_size = self._live.intake.vocab_size
+        worst = max(params.stop_ids, default=0)
+        if worst >= vocab_size:
+            remedy = f"Use whole numbers from 0 to {vocab_size - 1}."
+            raise InputError("stop_ids", worst, "outside the vocabulary", remedy)
+        return params
+
     def _require_open(self) -> None:
         if self._closed:
             raise SessionError(f"session {self.name!r} is closed. Open it again by its name.")
@@ -318,14 +332,16 @@ class Session:
         """Go to sleep because the engine is closed, even if a call waits for it."""
         if not self._closed:
             self._closed = True
-            self._gate.end(even_if_busy=True)
+            error = EngineClosedError("The engine is closed. Open a new Engine.")
+            self._gate.end(error, even_if_busy=True)
             self._live.sleep()
             self._on_close(self)
 
     def _end(self, delete: bool) -> None:
         if self._closed:
             return
-        self._gate.end()
+        ended = f"session {self.name!r} is closed. Open it again with engine.session()."
+        self._gate.end(SessionError(ended))
         self._closed = True
         try:
             if delete:

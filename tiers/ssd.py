@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 import lmdb
 
-from streamkv.errors import StoreError, StoreFormatError, StoreLockedError
+from streamkv.errors import StoreDamagedError, StoreError, StoreLockedError
 from streamkv.tiers.faults import fault_point
 from streamkv.tiers.record import PieceLayout
 from streamkv.tiers.store_file import NoRoomError, StoreReadError
@@ -114,7 +114,7 @@ class LmdbFile:
             with self._env.begin(buffers=True) as txn:
                 yield txn
         except lmdb.Error as error:
-            raise StoreReadError(f"{self.path}: {error}") from error
+            raise StoreReadError(f"{self.path}: {str(error).rstrip('.')}. {_REMEDY}") from error
 
     def commit(self, change: Callable[[Transaction], T]) -> T:
         """Run `change` in one write transaction; any error undoes it."""
@@ -161,7 +161,7 @@ class LmdbFile:
                 on_disk=False,
             ) from error
         except _UNREADABLE as error:
-            raise StoreFormatError(
+            raise StoreDamagedError(
                 f"{self.path / DATA_FILE} is not a file that this version reads. {_REMEDY}"
             ) from error
         except (lmdb.Error, OSError) as error:
@@ -170,8 +170,8 @@ class LmdbFile:
                     f"The disk of {self.path} takes no more ({error}). Free some space.",
                     on_disk=True,
                 ) from error
-            remedy = "Use another --store if it stays so."
-            raise StoreError(f"{self.path}: {error}. {remedy}") from error
+            remedy = f"If it stays so: {_REMEDY[0].lower()}{_REMEDY[1:]}"
+            raise StoreError(f"{self.path}: {str(error).rstrip('.')}. {remedy}") from error
 
     def _tables_of(self, opened: StoreFormat) -> tuple[StoreFormat, dict[str, Any]]:
         with self._env.begin(write=True, buffers=True) as txn:

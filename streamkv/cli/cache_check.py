@@ -4,13 +4,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamkv.cli.cache_view import open_reader
+from streamkv.cli.cache_view import has_blocks, open_reader
 from streamkv.cli.console import Output
 from streamkv.cli.progress import ProgressDisplay
 from streamkv.cli.session_view import file_owner, view_sessions
-from streamkv.errors import StoreError
+from streamkv.errors import StoreDamagedError, StoreError
 from streamkv.tiers.ssd import SsdReader
+from streamkv.tiers.store_file import StoreReadError
 from streamkv.tiers.store_files import OWNER_FILE
+from streamkv.tiers.store_view import VerifyReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class StoreCheck:
         bad_blocks: fault of each damaged record, by key in hex.
         num_journals: journals read.
         bad_journals: fault of each damaged journal, by session.
-        tables: how the store's tables disagree; empty if they agree, or a writer is at work.
+        tables: how the store's tables disagree, or why they cannot be read; empty if they agree,
+            or a writer is at work.
     """
 
     store: str
@@ -45,19 +48,19 @@ def check_store(store: Path, output: Output) -> StoreCheck:
     """Read every record and every journal of a store.
 
     Raises:
-        StoreError: there is no store, or its file cannot be read at all.
+        StoreError: there is no store, it is of another version, or it is being compacted.
     """
-    with open_reader(store) as reader:
-        total, started = max(reader.usage().num_blocks, 1), time.monotonic()
-        with ProgressDisplay(output, "verifying") as display:
-
-            def show(num_records: int) -> None:
-                rate = num_records / max(time.monotonic() - started, 1e-9)
-                amount = f"{num_records:,} blocks, {rate:,.0f} blocks/s"
-                display.update(min(num_records / total, 1.0), amount)
-
-            report = reader.verify(show)
-        tables = _disagreement(reader)
+    report, tables = VerifyReport(0, 0, 0, ()), ""
+    try:
+        with open_reader(store) as reader:
+            report = _verify(reader, output)
+            tables = _disagreement(reader)
+    except StoreError as error:
+        # What LMDB cannot read has many names there; what is not about damage has one here.
+        is_damage = isinstance(error, StoreDamagedError | StoreReadError)
+        if not has_blocks(store) or not (is_damage or type(error) is StoreError):
+            raise
+        tables = str(error)
     views = list(view_sessions(store))
     return StoreCheck(
         store=str(store),
@@ -68,6 +71,18 @@ def check_store(store: Path, output: Output) -> StoreCheck:
         bad_journals={view.name: view.problem for view in views if view.problem},
         tables=tables,
     )
+
+
+def _verify(reader: SsdReader, output: Output) -> VerifyReport:
+    total, started = max(reader.usage().num_blocks, 1), time.monotonic()
+    with ProgressDisplay(output, "verifying") as display:
+
+        def show(num_records: int) -> None:
+            rate = num_records / max(time.monotonic() - started, 1e-9)
+            amount = f"{num_records:,} blocks, {rate:,.0f} blocks/s"
+            display.update(min(num_records / total, 1.0), amount)
+
+        return reader.verify(show)
 
 
 def _disagreement(reader: SsdReader) -> str:

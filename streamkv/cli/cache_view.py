@@ -10,7 +10,7 @@ from streamkv.errors import StoreError
 from streamkv.store import blocks_path
 from streamkv.tiers.keys import is_partial
 from streamkv.tiers.ssd import SsdReader, SsdTier, open_existing
-from streamkv.tiers.store_files import OWNER_FILE
+from streamkv.tiers.store_files import DATA_FILE, OWNER_FILE
 from streamkv.tiers.store_view import StoreEntry
 
 
@@ -71,6 +71,11 @@ def open_writer(store: Path) -> SsdTier:
     """
     _require_blocks(store)
     return open_existing(blocks_path(store))
+
+
+def has_blocks(store: Path) -> bool:
+    """Whether there is a file of blocks, whatever it holds."""
+    return (blocks_path(store) / DATA_FILE).is_file()
 
 
 def _require_blocks(store: Path) -> None:

@@ -98,7 +98,7 @@ def _store(machine: Machine, store: Path) -> Check:
 def _compute(machine: Machine) -> Check:
     where = f"model and attention run on the CPU in float32, {machine.num_cores} threads"
     if machine.gpus:
-        return Check("compute", Level.WARN, f"{where}; this version does not use the GPU")
+        return Check("compute", Level.WARN, f"{where}; a GPU is used when asked for: device=cuda")
     return Check("compute", Level.OK, f"{where}; the gpu tier is ordinary memory")
 
 

@@ -110,9 +110,11 @@ def _identity(journal: Journal) -> str:
 
 def _next_char(note: FeedNote, file: TextFile, journal: Journal) -> int:
     """First character of `file` that the session has not accepted."""
+    accepted = max(0, journal.state.text_chars - note.text_chars)
     num_chars = note.num_chars
-    if num_chars is None:
-        num_chars = journal.state.text_chars - note.text_chars
+    # A journal that lost its end (a repair, a power cut) holds less than the note says.
+    if num_chars is None or num_chars > accepted:
+        num_chars = accepted
         same = _holds(journal, note.text_chars, num_chars, file.pieces(note.first_char))
     else:
         end = note.first_char + num_chars

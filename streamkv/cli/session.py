@@ -29,7 +29,7 @@ from streamkv.cli.options import (
 from streamkv.cli.places import chosen_store
 from streamkv.cli.progress import format_duration
 from streamkv.cli.session_view import SessionView, view_session, view_sessions
-from streamkv.cli.text_file import stdin_lines
+from streamkv.cli.text_file import TextFile, stdin_lines
 from streamkv.config import format_size
 from streamkv.errors import InputError
 from streamkv.journal import delete_journal
@@ -153,10 +153,19 @@ def feed(
 
 
 def _require_files(files: list[str]) -> None:
-    """Refuse a missing file before the model is loaded."""
+    """Refuse every file that cannot be read before anything is, and before the model is loaded."""
     for file in files:
-        if file != "-" and not Path(file).expanduser().is_file():
+        path = Path(file).expanduser()
+        if file == "-":
+            continue
+        if path.is_dir():
+            raise InputError(
+                "file", file, "a directory", "Give the files in it, such as DIR/*.txt."
+            )
+        if not path.exists():
             raise InputError("file", file, "no such file", "Check the path.")
+        if path.is_file():
+            TextFile.check(path)
 
 
 def _delete_unreadable(store: Path, name: str) -> None:

@@ -38,6 +38,9 @@ class IdleExecutor:
         raise AssertionError("no step is asked for")
 
 
+CLOSED = SessionError("session 'diary' is closed.")
+
+
 @pytest.fixture
 def loop() -> Iterator[StepLoop]:
     loop = StepLoop(IdleExecutor(), prefill_chunk=1)
@@ -144,19 +147,22 @@ def test_a_new_operation_ends_the_one_that_was_left(loop: StepLoop, gate: Turnst
     next(first)
     assert next(second) == 6
     assert first_log == [(1, 2), "ended"]
-    assert list(first) == []
+    for _ in range(2):
+        with pytest.raises(SessionError, match="this iterator is stale"):
+            next(first)
     assert second.run() == [8]
+    assert list(second) == []
 
 
 def test_while_a_call_is_carried_out_others_are_refused(loop: StepLoop, gate: Turnstile) -> None:
     log, refused = list[Any](), list[str]()
 
     def items() -> Iterator[int]:
-        for act in (outputs(loop, gate, echo(log), [9]).run, gate.end):
+        for act in (outputs(loop, gate, echo(log), [9]).run, lambda: gate.end(CLOSED)):
             with pytest.raises(SessionError, match="'diary' is busy") as error:
                 act()
             refused.append(str(error.value))
-        gate.end(even_if_busy=True)
+        gate.end(CLOSED, even_if_busy=True)
         yield 1
 
     assert outputs(loop, gate, echo(log), items()).run() == [2]
@@ -168,10 +174,12 @@ def test_the_end_of_a_session_ends_what_is_suspended(loop: StepLoop, gate: Turns
     log = list[Any]()
     run = outputs(loop, gate, echo(log), [1, 2])
     next(run)
-    gate.end()
-    gate.end()
+    gate.end(CLOSED)
+    gate.end(CLOSED)
     assert log == [(1, 2), "ended"]
-    assert list(run) == []
+    for _ in range(2):
+        with pytest.raises(SessionError, match="is closed"):
+            next(run)
 
 
 def test_only_an_operation_that_never_began_is_warned_about(
@@ -182,7 +190,7 @@ def test_only_an_operation_that_never_began_is_warned_about(
     closed = outputs(loop, gate, echo([]), [1])
     closed.close()
     del run, closed
-    gate.end()
+    gate.end(CLOSED)
     gc.collect()
     assert [str(warning.message) for warning in recwarn] == []
     outputs(loop, gate, echo([]), [1])

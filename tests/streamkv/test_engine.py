@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,20 @@ def test_a_session_refused_for_want_of_room_leaves_nothing_behind(
         assert refused not in engine.session_names()
         opened[0].delete()
         assert engine.session(refused, system="You keep a diary.").num_tokens > 0
+
+
+@pytest.mark.parametrize("model", [None, "", 5])
+def test_what_is_no_name_of_a_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="not the name of a model"):
+        Engine(model)
+
+
+def test_options_that_are_no_config_are_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="not an EngineConfig"):
+        Engine(str(tiny_model_dir), {"window_size": 64})  # type: ignore[arg-type]  # that is the point
+
+
+def test_an_unknown_model_is_a_bad_value() -> None:
+    with pytest.raises(ValueError, match="no-such-model") as caught:
+        Engine("./no-such-model")
+    assert isinstance(caught.value, ModelError)

@@ -219,3 +219,26 @@ def test_a_generation_that_ends_with_a_full_block_is_resumed_without_computing(
     with Engine(str(tiny_model_dir), options) as engine:
         stats = engine.session("victim").stats()
         assert stats.num_computed >= stats.num_tokens - 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(50, 0), (300, 0), (300, 10), (1000, 1), (255, 70)])
+def test_text_kept_in_the_open_block_is_resumed(
+    tiny_model_dir: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    """The window changes within the block that a clean close stores."""
+    ids = [5 + 7 * index % 200 for index in range(before + after)]
+    found = []
+    for closes in (False, True):
+        options = config(str(tmp_path / str(closes)), "all")
+        with Engine(str(tiny_model_dir), options) as engine:
+            session = engine.session("victim")
+            session.feed([ids[:before]]).run()
+            session.keep("K")
+            if after:
+                session.feed([ids[before:]]).run()
+            if closes:
+                session.close()
+                session = engine.session("victim")
+                assert session.num_tokens - session.stats().num_computed <= 64
+            found.append([delta.token_id for delta in session.generate(greedy(8))])
+    assert found[0] == found[1]

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,7 +198,29 @@ def test_an_iterator_left_behind_is_stale_once_the_session_went_on(session: Sess
     old = session.generate(GREEDY)
     next(old)
     session.feed("something else ").run()
-    assert list(old) == []
+    with pytest.raises(SessionError, match="stale"):
+        next(old)
+
+
+def test_whoever_closes_the_engine_while_iterating_hears_of_it(tiny_model_dir: Path) -> None:
+    engine = Engine(str(tiny_model_dir), EngineConfig(window_size=64, cpu_bytes=0))
+    session = engine.session("cut short")
+    with pytest.raises(EngineClosedError):
+        for _ in session.feed(TEXT * 100):
+            engine.close()
+    assert session.num_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"max_tokens": 3}, "not SamplingParams"), (SamplingParams(stop_ids=[10**9]), "stop_ids")],
+)
+def test_parameters_that_this_model_cannot_use_are_refused(
+    session: Session, params: Any, words: str
+) -> None:
+    session.feed(TEXT).run()
+    with pytest.raises(InputError, match=words):
+        session.generate(params)
 
 
 def test_an_iterator_that_is_never_iterated_is_said_aloud(session: Session) -> None:

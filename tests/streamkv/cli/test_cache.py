@@ -86,6 +86,25 @@ def test_a_damaged_journal_is_found(run: Run, where: list[str], store: Path, fil
     assert "damaged record at byte" in ran.json["bad_journals"]["a"]
 
 
+@pytest.mark.parametrize("damage", ["version", "noise", "half", "empty"])
+def test_a_file_of_blocks_that_cannot_be_read_is_damage_with_its_remedy(
+    run: Run, where: list[str], store: Path, filled: None, damage: str
+) -> None:
+    path = blocks_path(store) / "data.mdb"
+    content = bytearray(path.read_bytes())
+    if damage == "version":
+        content[20] ^= 0x55
+        content[4096 + 20] ^= 0x55
+    elif damage == "noise":
+        content[: 2 * 4096] = bytes(range(256)) * 32
+    content = content[: {"half": len(content) // 2, "empty": 0}.get(damage, len(content))]
+    path.write_bytes(content)
+    ran = run("cache", "verify", *where, "--json")
+    assert ran.code == 1 and not ran.json["ok"]
+    assert "Delete that directory" in ran.json["tables"] or "delete that" in ran.json["tables"]
+    assert ran.json["num_journals"] == 1 and not ran.json["bad_journals"]
+
+
 def test_unlocked_blocks_are_removed(run: Run, where: list[str], filled: None) -> None:
     before = run("cache", "ls", *where, "--json").json
     ran = run("cache", "rm", "--all-unlocked", "--yes", *where, "--json")
