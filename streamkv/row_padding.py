@@ -12,10 +12,10 @@ SMALLEST = 8
 
 
 def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
-    """The number of rows to compute in place of `num_rows`: at most an eighth more from 512 on."""
+    """The number of rows to compute in place of `num_rows`: at most a quarter more from 512 on."""
     if dtype.itemsize > 2 or num_rows <= 1:
         return num_rows
-    if num_rows <= 64:
+    if num_rows <= 128:
         return max(SMALLEST, 1 << (num_rows - 1).bit_length())
-    unit = max(64, (1 << (num_rows - 1).bit_length()) // 16)
+    unit = max(128, (1 << (num_rows - 1).bit_length()) // 8)
     return -(-num_rows // unit) * unit
