@@ -52,7 +52,8 @@ class AppendFile:
                 self._cut_debris()
             raise JournalError(
                 f"{self.path}: cannot be written ({error.strerror}). Nothing of this step was "
-                "accepted and nothing earlier is lost: free space on the disk, then go on."
+                "accepted and nothing earlier is lost: free space on the disk, then go on. (The "
+                "directory blocks of a store is only a cache: without an engine it may be deleted.)"
             ) from error
         self.end += len(data)
         self._has_debris = False

@@ -31,7 +31,7 @@ from streamkv.cli.progress import format_duration
 from streamkv.cli.session_view import SessionView, view_session, view_sessions
 from streamkv.cli.text_file import TextFile, stdin_lines
 from streamkv.config import format_size
-from streamkv.errors import InputError
+from streamkv.errors import ConfigError, InputError, ModelError
 from streamkv.journal import delete_journal
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.names import validate_session_name
@@ -112,11 +112,16 @@ def rm(
     _require_known(options.store, name)
     confirm(f"Delete session {name!r} for good?", yes)
     view = view_session(options.store, name)
-    if view.problem:
+    try:
+        if view.problem:
+            _delete_unreadable(options.store, name)
+        else:
+            with open_engine(options, output) as engine, engine.session(name) as session:
+                session.delete()
+    except (ConfigError, ModelError) as error:
+        # Nobody needs a model to be rid of a session.
+        output.note(f"No engine opens ({error}), so its older blocks stay until they are evicted.")
         _delete_unreadable(options.store, name)
-    else:
-        with open_engine(options, output) as engine, engine.session(name) as session:
-            session.delete()
     notes_path(options.store, name).unlink(missing_ok=True)
     output.line(f"Deleted session {name!r} of {view.num_tokens:,} tokens.")
     output.json({"deleted": name, "num_tokens": view.num_tokens})

@@ -128,6 +128,17 @@ def test_a_journal_that_lost_its_end_is_read_on_from_there(
     assert fed_text(store) == book.read_text()
 
 
+def test_a_session_can_be_deleted_with_options_that_open_no_engine(
+    run: Run, small: list[str], where: list[str], store: Path, book: Path
+) -> None:
+    run("session", "feed", "a", book, *small)
+    ran = run("session", "rm", "a", "--yes", *where, "--window", "1000000")
+    assert ran.code == 0 and "No engine opens" in ran.err
+    assert not journal_path(store, "a").exists()
+    assert run("session", "feed", "a", book, *small).code == 0
+    assert fed_text(store) == book.read_text()
+
+
 def test_a_bad_file_among_several_keeps_the_good_ones_from_being_read(
     run: Run, small: list[str], store: Path, book: Path, tmp_path: Path
 ) -> None:
