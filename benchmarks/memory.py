@@ -1,6 +1,6 @@
 """Memory of a process whose one session grows to 200,000 tokens.
 
-    python benchmarks/memory.py [--tokens N] [--dtype float32] [--retain all] [--quick]
+    python benchmarks/memory.py [--tokens N] [--dtype bfloat16] [--retain all] [--quick]
 
 Resident anonymous and shared memory (RssAnon + RssShmem of /proc/self/status; pages of files, such
 as weights and store, are not counted) is read after garbage collection, at 20,000 tokens and every
@@ -57,7 +57,7 @@ def main() -> int:
     """Feed and measure; 0 if the bound is kept."""
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="age of the session")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--retain", default="all", choices=["all", "window", "none"])
     options = parser.parse_args()
     num_tokens, step = (1536, 512) if options.quick else (options.tokens, STEP)

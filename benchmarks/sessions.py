@@ -1,6 +1,6 @@
 """A turn costs the same in a young session and in an old one.
 
-    python benchmarks/sessions.py [--tokens N] [--pairs 20] [--dtype float32] [--quick]
+    python benchmarks/sessions.py [--tokens N] [--pairs 20] [--dtype bfloat16] [--quick]
 
 Two sessions of one engine, 10,000 and 200,000 tokens old, decode turns of 100 greedy tokens, in
 alternation and with the first place changing from pair to pair; the figure is the ratio of the
@@ -143,7 +143,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help="age of the old session")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     options = parser.parse_args()
     report = Report("sessions")
     report.notes.append(f"{options.dtype}, window {WINDOW_SIZE}, turns of {NUM_STEPS} tokens")
