@@ -8,7 +8,6 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -200,12 +199,25 @@ def test_only_an_operation_that_never_began_is_warned_about(
     ]
 
 
-def is_inside(ident: int, code: types.CodeType) -> bool:
-    """Whether a thread is carrying out a function."""
+def place_in(ident: int, code: types.CodeType) -> int | None:
+    """Which instruction of a function a thread is at; `None` outside of it."""
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return None if frame is None else frame.f_lasti
+
+
+def wait_until_blocked(ident: int, code: types.CodeType) -> None:
+    """Return once a thread has stayed at one instruction of a function for a thousand looks.
+
+    An interrupt between two instructions there can leave a lock taken for ever: that is Python's.
+    """
+    place, looks = None, 0
+    while looks < 1000:
+        now = place_in(ident, code)
+        looks = looks + 1 if now is not None and now == place else 0
+        place = now
+        os.sched_yield()
 
 
 def test_an_interrupt_is_raised_only_once_the_step_has_ended(
@@ -220,8 +232,7 @@ def test_an_interrupt_is_raised_only_once_the_step_has_ended(
         raise KeyboardInterrupt
 
     def step() -> None:
-        while not is_inside(main, Future.result.__code__):
-            os.sched_yield()
+        wait_until_blocked(main, threading.Condition.wait.__code__)
         signal.pthread_kill(main, signal.SIGUSR1)
         assert interrupted.wait(WAIT_S)
         log.append("step ended")
