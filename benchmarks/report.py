@@ -49,7 +49,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus sign if files differ; `COMMIT` where there is no git."""
+    """`COMMIT` where it is set, else the checkout's, with a plus sign if files differ from it."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     root = Path(__file__).parent.parent
     try:
         run = ["git", "-C", str(root)]
@@ -57,7 +59,7 @@ def commit() -> str:
         status = ["status", "--porcelain", "-uno", "--", ".", *(f":!{path}" for path in WRITTEN)]
         changed = subprocess.check_output([*run, *status], text=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
     return name + ("+" if changed.strip() else "")
 
 
