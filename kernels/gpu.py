@@ -10,112 +10,40 @@ and sums are float32. float32 is exact (no TF32), for checks rather than for spe
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from streamkv.errors import ConfigError
 from streamkv.kernels.batch_table import BatchTable
+from streamkv.kernels.gpu_shape import Launch, Shape, check_layer, require
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_copy import copy_kernel
 from streamkv.kernels.triton_decode import decode_kernel, merge_splits_kernel, seen_kernel
 from streamkv.kernels.triton_prefill import prefill_kernel
 from streamkv.kernels.triton_write import write_kernel
 
-MAX_GROUP = 16
-MAX_HEAD_DIM = 256
+__all__ = [
+    "DecodeScratch",
+    "Launch",
+    "Shape",
+    "Softmax",
+    "copy_blocks",
+    "decode",
+    "decode_launch",
+    "decode_rows",
+    "decode_scratch",
+    "decode_splits",
+    "plan_decode",
+    "prefill",
+    "prefill_launch",
+    "prefill_tiles",
+    "write_kv",
+]
+
 MAX_DECODE_QUERIES = 8
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _COPY_WORDS = 1024
 _SEEN_ENTRIES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a pool and of the heads that read it, checked once.
-
-    Attributes:
-        num_layers, num_kv_heads, block_size, head_dim: of the pool.
-        num_q_heads: a multiple of num_kv_heads.
-        half: half the rotary dimension.
-        dtype: of pool and queries.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-    num_q_heads: int
-    half: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, pool: Tensor, num_q_heads: int, rope: RopeTables) -> "Shape":
-        """Sizes of a pool.
-
-        Raises:
-            ConfigError: a shape, stride or type that the kernels are not made for.
-        """
-        _require("pool", list(pool.shape), pool.dim() == 6, "Pass six dimensions.")
-        num_layers, two, num_kv_heads, block_size, head_dim = pool.shape[1:]
-        _require("pool", list(pool.shape), two == 2, "The third dimension holds K and V.")
-        _require("pool", pool.stride(), pool.is_contiguous(), "Pass a contiguous pool.")
-        _require("dtype", pool.dtype, pool.dtype in _DTYPES, "Use float16, bfloat16 or float32.")
-        fits = block_size >= 16 and block_size & (block_size - 1) == 0
-        _require("block_size", block_size, fits, "Use a power of two of at least 16.")
-        _require("head_dim", head_dim, head_dim <= MAX_HEAD_DIM, f"Use at most {MAX_HEAD_DIM}.")
-        whole = num_q_heads % num_kv_heads == 0
-        _require("num_q_heads", num_q_heads, whole, f"Use a multiple of {num_kv_heads}.")
-        group = num_q_heads // num_kv_heads
-        _require("group", group, group <= MAX_GROUP, f"Use at most {MAX_GROUP}.")
-        fits = rope.rotary_dim <= head_dim
-        _require("rotary_dim", rope.rotary_dim, fits, f"Use at most head_dim {head_dim}.")
-        half = rope.inv_freq.shape[0]
-        return cls(num_layers, num_kv_heads, block_size, head_dim, num_q_heads, half, pool.dtype)
-
-    @property
-    def group(self) -> int:
-        """Query heads of one KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def value_offset(self) -> int:
-        """Elements from a layer's K to its V."""
-        return self.num_kv_heads * self.block_size * self.head_dim
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of a layer's slice of a block."""
-        return 2 * self.value_offset * self.dtype.itemsize
-
-    def constants(self) -> dict[str, Any]:
-        """What the attention kernels are specialised for."""
-        return {
-            "NUM_KV_HEADS": self.num_kv_heads,
-            "GROUP": self.group,
-            "DIM": self.head_dim,
-            "DIM_PAD": max(16, triton.next_power_of_2(self.head_dim)),
-            "HALF": self.half,
-            "BLOCK": self.block_size,
-            "EXACT": self.dtype == torch.float32,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a kernel is run.
-
-    Attributes:
-        num_warps: of a program.
-        num_stages: loads in flight.
-        rows: (query, query head) of a program.
-    """
-
-    num_warps: int
-    num_stages: int
-    rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,12 +119,12 @@ def write_kv(
         rope: tables on the pool's device, for at least block_size positions.
     """
     shape = Shape.of(pool, pool.shape[3], rope)
-    _check_layer(shape, layer)
+    check_layer(shape, layer)
     expected = (slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim)
     for name, rows in (("k", k), ("v", v)):
-        _require(name, list(rows.shape), tuple(rows.shape) == expected, f"Pass {list(expected)}.")
-        _require(name, rows.stride(), rows.stride(2) == 1, "Its last stride must be 1.")
-    _require("slot_mapping", slot_mapping.dtype, slot_mapping.dtype == torch.int64, "Pass int64.")
+        require(name, list(rows.shape), tuple(rows.shape) == expected, f"Pass {list(expected)}.")
+        require(name, rows.stride(), rows.stride(2) == 1, "Its last stride must be 1.")
+    require("slot_mapping", slot_mapping.dtype, slot_mapping.dtype == torch.int64, "Pass int64.")
     if not slot_mapping.shape[0]:
         return
     constants = shape.constants()
@@ -232,9 +160,9 @@ def plan_decode(
     """
     fits = query_starts.shape == (table.num_sequences,) and query_starts.dtype == torch.int64
     wanted = f"Pass int64 [{table.num_sequences}]."
-    _require("query_starts", list(query_starts.shape), fits, wanted)
+    require("query_starts", list(query_starts.shape), fits, wanted)
     most = MAX_DECODE_QUERIES
-    _require("num_queries", num_queries, 1 <= num_queries <= most, f"Use 1 to {most}.")
+    require("num_queries", num_queries, 1 <= num_queries <= most, f"Use 1 to {most}.")
     rows = table.num_sequences * num_queries
     if seen is None:
         shape = (rows, table.capacity, 4)
@@ -291,7 +219,7 @@ def decode(
     shape = _check_queries(q, pool, layer, rope)
     num_sequences = table.num_sequences
     whole = seen.shape == (q.shape[0], table.capacity, 4) and seen.is_contiguous()
-    _require("seen", list(seen.shape), whole, f"Pass {[q.shape[0], table.capacity, 4]}.")
+    require("seen", list(seen.shape), whole, f"Pass {[q.shape[0], table.capacity, 4]}.")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not q.shape[0]:
@@ -450,11 +378,11 @@ def copy_blocks(sources: Tensor, targets: Tensor, num_bytes: int) -> None:
         sources, targets: int64 [N], addresses that the GPU can read and write, multiples of 16.
         num_bytes: of each piece, a multiple of 16.
     """
-    _require("num_bytes", num_bytes, num_bytes % 16 == 0, "Use a multiple of 16.")
+    require("num_bytes", num_bytes, num_bytes % 16 == 0, "Use a multiple of 16.")
     same = sources.shape == targets.shape and sources.dim() == 1
-    _require("targets", list(targets.shape), same, "Pass one target for each source.")
+    require("targets", list(targets.shape), same, "Pass one target for each source.")
     for name, tensor in (("sources", sources), ("targets", targets)):
-        _require(name, tensor.dtype, tensor.dtype == torch.int64, "Pass int64.")
+        require(name, tensor.dtype, tensor.dtype == torch.int64, "Pass int64.")
     if not sources.shape[0] or not num_bytes:
         return
     words = num_bytes // 8
@@ -463,12 +391,12 @@ def copy_blocks(sources: Tensor, targets: Tensor, num_bytes: int) -> None:
 
 
 def _check_queries(q: Tensor, pool: Tensor, layer: int, rope: RopeTables) -> Shape:
-    _require("q", list(q.shape), q.dim() == 3, "Pass [T, num_q_heads, head_dim].")
+    require("q", list(q.shape), q.dim() == 3, "Pass [T, num_q_heads, head_dim].")
     shape = Shape.of(pool, q.shape[1], rope)
-    _check_layer(shape, layer)
-    _require("q", list(q.shape), q.shape[2] == shape.head_dim, f"Its head_dim is {shape.head_dim}.")
-    _require("q", q.dtype, q.dtype == shape.dtype, f"Pass {shape.dtype}, as the pool has.")
-    _require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
+    check_layer(shape, layer)
+    require("q", list(q.shape), q.shape[2] == shape.head_dim, f"Its head_dim is {shape.head_dim}.")
+    require("q", q.dtype, q.dtype == shape.dtype, f"Pass {shape.dtype}, as the pool has.")
+    require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
     return shape
 
 
@@ -478,13 +406,3 @@ def _processors(device: torch.device) -> int:
         return 132
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
-
-
-def _check_layer(shape: Shape, layer: int) -> None:
-    fits = 0 <= layer < shape.num_layers
-    _require("layer", layer, fits, f"Use 0 to {shape.num_layers - 1}.")
-
-
-def _require(name: str, value: object, fits: bool, remedy: str) -> None:
-    if not fits:
-        raise ConfigError(name, value, "not what the kernels are made for", remedy)
