@@ -66,14 +66,17 @@ class Turnstile:
     def _admit(self, operation: "_Run[Any]", first: bool) -> None:
         if first:
             if self._newest is not None:
-                self._newest.finish(
-                    SessionError(
-                        f"session {self._name!r} has gone on with another call, so this iterator "
-                        "is stale. Start a new one."
-                    )
-                )
+                self._newest.finish(self._stale())
             self._newest = operation
-        assert self._newest is operation, "whoever is not the newest has been ended"
+        elif self._newest is not operation:
+            # Ended by another thread, after this one had seen that it was not.
+            raise self._stale()
+
+    def _stale(self) -> SessionError:
+        return SessionError(
+            f"session {self._name!r} has gone on with another call, so this iterator is stale. "
+            "Start a new one."
+        )
 
     def leave(self) -> None:
         """The caller has control again."""

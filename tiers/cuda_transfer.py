@@ -20,7 +20,7 @@ class Recorded:
     """The completion of what a stream was given up to now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
         self._event.record(stream)
 
     def done(self) -> bool:
@@ -42,7 +42,7 @@ class CudaTransfer(Transfer):
     def __init__(self, gpu_pool: GpuPool) -> None:
         super().__init__(gpu_pool)
         self._device = gpu_pool.data.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # too
 
     def written(self) -> Completion:
         """Marks all work that the calling thread has issued so far on the pool."""
