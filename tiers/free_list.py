@@ -12,7 +12,7 @@ from streamkv.errors import PoolFullError
 
 
 class FreeList:
-    """Free blocks and ref_counts of a pool of `num_blocks` blocks.
+    """Free blocks and ref_counts of a pool of `num_blocks` blocks, which may grow.
 
     Holds 4 bytes and one list entry per block of the pool, whatever happens.
     """
@@ -35,6 +35,12 @@ class FreeList:
     def num_used(self) -> int:
         """Blocks with at least one user."""
         return self.num_blocks - self.num_free
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks, which are handed out after those that are free now."""
+        first = self.num_blocks
+        self._ref_counts.extend(array("i", bytes(4 * num_blocks)))
+        self._free[:0] = range(first + num_blocks - 1, first - 1, -1)
 
     def allocate(self) -> int:
         """Take a free block; its ref_count becomes 1.

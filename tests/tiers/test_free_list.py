@@ -69,3 +69,17 @@ def test_free_and_used_always_make_the_total(actions: list[int], data: st.DataOb
         blocks.check_integrity()
         assert blocks.num_used == len(set(users))
         assert all(blocks.ref_count(block_id) == users.count(block_id) for block_id in range(4))
+
+
+def test_grows_by_blocks_that_come_after_those_that_are_free() -> None:
+    blocks = FreeList(0)
+    with pytest.raises(PoolFullError):
+        blocks.allocate()
+    blocks.grow(2)
+    first = blocks.allocate()
+    blocks.grow(0)
+    blocks.grow(2)
+    blocks.check_integrity()
+    assert (blocks.num_blocks, blocks.num_free, blocks.num_used) == (4, 3, 1)
+    blocks.release(first)
+    assert [blocks.allocate() for _ in range(4)] == [0, 1, 2, 3]
