@@ -39,6 +39,16 @@ def anonymous_memory(field: str, num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def keep_from_forks(memory: mmap.mmap) -> None:
+    """Leave the memory out of child processes, and so never copy its pages on write.
+
+    A GPU goes on with the pages that it was given: were one replaced by a copy when this process
+    next writes to it, each side would see only its own.
+    """
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+
+
 def blocks_of(memory: mmap.mmap, num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
     """The memory as writable rows [num_blocks, block_bytes] of uint8, without a copy."""
     flat = np.frombuffer(memory, dtype=np.uint8, count=num_blocks * block_bytes)

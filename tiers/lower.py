@@ -54,8 +54,8 @@ class LowerTiers:
 
     @property
     def has_cpu(self) -> bool:
-        """Whether there is a cpu pool with room for a block."""
-        return self._cpu is not None
+        """Whether there is a cpu pool with room for a block; not if none of it can be pinned."""
+        return self._cpu is not None and self._cpu.num_blocks > 0
 
     @property
     def has_ssd(self) -> bool:

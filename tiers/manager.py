@@ -241,6 +241,20 @@ class TierManager:
             self._writer.wait_for(self._writer.is_quiet)
             self._writer.raise_if_stopped()
 
+    def between_steps(self, *, idle: bool = False) -> bool:
+        """Do what would stall the GPU's driver in a step: page-lock a piece of the cpu pool.
+
+        To be called by the thread that takes the steps: after each of them, and again and again
+        while it has none to take. After a step a piece is pinned only if what is free of the pool
+        falls short of one; an idle engine goes on until all is pinned. Without a GPU this does
+        nothing.
+
+        Returns whether a piece was pinned: an idle caller calls again.
+        """
+        if self._cpu_pool is None:
+            return False
+        return self._cpu_pool.pin_next() if idle else self._cpu_pool.pin_ahead()
+
     def usage(self) -> dict[str, TierUsage]:
         """Blocks and bytes of `gpu`, `cpu` and `ssd`. A tier that is not there holds 0 of 0."""
         num_used, num_blocks = self._free_list.num_used, self._free_list.num_blocks

@@ -1,5 +1,6 @@
 """A tier manager over real pools and a real store; a block's bytes follow from its number."""
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.keys import child_key, partial_key, root_key
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.pinning import PageLock
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.ssd import SsdTier, StoreIdentity
 from streamkv.tiers.transfer import Transfer
@@ -132,9 +134,13 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             limit_bytes: int = 4 << 20,
             manager_type: type[TierManager] = TierManager,
             transfer_type: type[Transfer] = Transfer,
+            page_lock: PageLock | None = None,
         ) -> Rig:
             gpu_pool = GpuPool(SPEC, gpu)
-            cpu_pool = None if cpu is None else CpuPool(SPEC, cpu * SPEC.block_bytes)
+            row_bytes = SPEC.block_bytes if page_lock is None else mmap.PAGESIZE
+            cpu_pool = (
+                None if cpu is None else CpuPool(SPEC, cpu * row_bytes, page_lock, 2 * row_bytes)
+            )
             store = open_store(tmp_path / "store", limit_bytes) if ssd else None
             if store is not None:
                 owned.callback(store.close)

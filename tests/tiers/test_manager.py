@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_page_lock import FakePageLock
 
 from streamkv.errors import EngineClosedError, PoolFullError, StoreError
 from streamkv.tiers.faults import inject
@@ -431,3 +432,48 @@ def test_a_full_ssd_is_tried_again_when_a_session_is_forgotten(make_rig: MakeRig
     rig.manager.forget("huge").wait()
     assert rig.manager.checkpoint("small", blocks[:2]).wait() is True
     rig.settle()
+
+
+@pytest.mark.parametrize("ssd", [True, False])
+@pytest.mark.parametrize("refuse_at", [None, 0, 1, 2])
+def test_a_pool_that_is_still_being_pinned_loses_nothing_that_has_room(
+    make_rig: MakeRig, refuse_at: int | None, ssd: bool
+) -> None:
+    """Pieces of two blocks, six in all; a step pins one while the worker needs others."""
+    lock = FakePageLock(refuse_at)
+    rig = make_rig(cpu=6, ssd=ssd, page_lock=lock)
+    for number in range(12):
+        rig.pass_through(number)
+        rig.manager.between_steps()
+    rig.settle()
+    room = 6 if refuse_at is None else 2 * refuse_at
+    assert rig.held(*range(12)) == ([True] * 12 if ssd else [False] * (12 - room) + [True] * room)
+    if ssd or room:
+        assert rig.count("dropped") == 0
+    assert rig.manager.usage()["cpu"].limit_bytes == sum(lock.pieces.values())
+    rig.settle()
+
+
+def test_a_checkpoint_waits_for_nothing_but_room_in_what_can_be_pinned(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=6, ssd=False, retain="window", page_lock=FakePageLock(refuse_at=1), gpu=8)
+    wanted = [(rig.key_of(number), rig.fill(number)) for number in range(3)]
+    ticket = rig.manager.checkpoint("diary", wanted)
+    assert (ticket.wait(), ticket.missing) == (False, 1)
+    for _, block_id in wanted:
+        rig.manager.free(block_id)
+    rig.settle()
+    assert rig.held(0, 1, 2) == [True, True, False]
+
+
+def test_an_idle_engine_pins_all_and_a_busy_one_only_what_is_near(make_rig: MakeRig) -> None:
+    lock = FakePageLock()
+    rig = make_rig(cpu=6, page_lock=lock)
+    assert [rig.manager.between_steps() for _ in range(3)] == [True, False, False]
+    assert [rig.manager.between_steps(idle=True) for _ in range(3)] == [True, True, False]
+    assert len(lock.pieces) == 3
+
+
+@pytest.mark.parametrize("cpu", [None, 0, 4])
+def test_without_a_gpu_nothing_is_done_between_steps(make_rig: MakeRig, cpu: int | None) -> None:
+    rig = make_rig(cpu=cpu)
+    assert not rig.manager.between_steps() and not rig.manager.between_steps(idle=True)
