@@ -1,4 +1,4 @@
-"""Which device an engine computes on, and what it makes for it: pool, transfer, runner.
+"""Which device an engine computes on, and what it makes for it: pools, transfer, runner.
 
 A GPU needs CUDA in torch, and Triton for the kernels; without them it is refused with the reason.
 `auto` is the CPU for now: on a GPU steps are not yet captured in graphs, so that a small model
@@ -15,7 +15,10 @@ from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
 from streamkv.model import ModelAdapter
 from streamkv.runner import Runner
+from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.pinning import CudaPageLock
+from streamkv.tiers.spec import KVSpec
 from streamkv.tiers.transfer import Transfer
 
 Device = Literal["cpu", "cuda"]
@@ -60,6 +63,16 @@ def make_transfer(pool: GpuPool) -> Transfer:
     from streamkv.tiers.cuda_transfer import CudaTransfer
 
     return CudaTransfer(pool)
+
+
+def make_cpu_pool(spec: KVSpec, num_bytes: int, device: torch.device) -> CpuPool:
+    """The cpu pool below a gpu pool that lies on `device`: page-locked if that is a GPU.
+
+    Raises:
+        ConfigError: `cpu_bytes` has no room for a block, or is more than the system gives.
+    """
+    page_lock = CudaPageLock(device) if device.type == "cuda" else None
+    return CpuPool(spec, num_bytes, page_lock)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from streamkv.config import EngineConfig, parse_size
-from streamkv.device import choose_device, choose_dtype, make_runner, make_transfer
+from streamkv.device import choose_device, choose_dtype, make_cpu_pool, make_runner, make_transfer
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.model import ModelAdapter
@@ -16,7 +16,6 @@ from streamkv.session import Session
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.step_loop import Call, StepLoop
 from streamkv.store import Store
-from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.usage import TierUsage
@@ -86,10 +85,11 @@ class Engine:
         try:
             spec = self._adapter.spec
             cpu_bytes = parse_size("cpu_bytes", self.config.cpu_bytes)
+            self._cpu_pool = make_cpu_pool(spec, cpu_bytes, self._gpu_pool.data.device)
             self._tiers = TierManager(
                 spec,
                 self._gpu_pool,
-                CpuPool(spec, cpu_bytes),
+                self._cpu_pool,
                 self._store.blocks if self._store else None,
                 retain=self.config.retain,
                 on_pressure=self.config.on_pressure,
@@ -198,6 +198,7 @@ class Engine:
                     session.engine_closes()
             finally:
                 self._tiers.close()
+                self._cpu_pool.close()
                 if self._store is not None:
                     self._store.close()
 
