@@ -13,6 +13,7 @@ import torch
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
+from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
 from streamkv.model import ModelAdapter
 from streamkv.runner import Runner
 from streamkv.tiers.cpu_pool import CpuPool
@@ -53,6 +54,24 @@ def choose_dtype(wanted: str, device: Device) -> str:
     if wanted != "auto":
         return wanted
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def plan_memory(adapter: ModelAdapter, config: EngineConfig) -> GpuPlan:
+    """Divide up the memory of the GPU that the model's weights are on already.
+
+    Raises:
+        ConfigError: it has no room for what `config` wants.
+    """
+    torch.cuda.empty_cache()  # what loading left to torch is free
+    free_bytes, total_bytes = torch.cuda.mem_get_info(adapter.base.device)
+    weights = adapter.model.parameters()
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    memory = DeviceMemory(total_bytes, free_bytes + weight_bytes)
+    text_config = adapter.model.config.get_text_config(decoder=True)
+    size = ModelSize.of(text_config.to_dict(), adapter.spec, weight_bytes)
+    plan = plan_gpu(memory, size, adapter.spec, config)
+    require_room(plan, adapter.spec, config)
+    return plan
 
 
 def make_transfer(pool: GpuPool) -> Transfer:

@@ -6,7 +6,14 @@ from types import TracebackType
 from typing import Self
 
 from streamkv.config import EngineConfig, parse_size
-from streamkv.device import choose_device, choose_dtype, make_cpu_pool, make_runner, make_transfer
+from streamkv.device import (
+    choose_device,
+    choose_dtype,
+    make_cpu_pool,
+    make_runner,
+    make_transfer,
+    plan_memory,
+)
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.model import ModelAdapter
@@ -72,6 +79,8 @@ class Engine:
             on_progress=on_progress,
         )
         check_window(self.config, self._adapter)
+        if device == "cuda":
+            plan_memory(self._adapter, self.config)
         self._tokenizer = load_tokenizer(
             self._adapter.tokenizer_dir, trust_remote_code=self.config.trust_remote_code
         )

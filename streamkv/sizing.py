@@ -3,16 +3,20 @@
 Pure arithmetic over options and layout; nothing is allocated here.
 """
 
+from typing import TYPE_CHECKING
+
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError
-from streamkv.model import ModelAdapter
 from streamkv.tiers.spec import KVSpec
+
+if TYPE_CHECKING:
+    from streamkv.model import ModelAdapter
 
 SYSTEM_PROMPT_TOKENS = 512
 """Length of system prompt that the default gpu pool has room for in each session."""
 
 
-def check_window(config: EngineConfig, adapter: ModelAdapter) -> None:
+def check_window(config: EngineConfig, adapter: "ModelAdapter") -> None:
     """Raise unless the model can see sinks and window at once.
 
     Raises:
