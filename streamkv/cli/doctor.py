@@ -13,11 +13,12 @@ import typer
 from streamkv.cli.console import Output
 from streamkv.cli.doctor_checks import Check, Level, check_machine
 from streamkv.cli.doctor_facts import Machine, cached_models, examine_machine
+from streamkv.cli.doctor_plan import gpu_report
 from streamkv.cli.doctor_speed import DiskSpeed, disk_speed, memory_bytes_per_s, writable_parent
 from streamkv.cli.exit_codes import ExitCode
 from streamkv.cli.options import DtypeOption, JsonOption, ModelOption, StoreOption
 from streamkv.cli.places import chosen_store
-from streamkv.config import format_size
+from streamkv.config import EngineConfig, format_size
 from streamkv.model_files import DEFAULT_MODEL
 
 MEMORY_BYTES = 256 << 20
@@ -41,12 +42,18 @@ def doctor(
     Exits with 1 if something is missing without which nothing runs.
     """
     output = Output(as_json)
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    config = EngineConfig(**given)
     path = chosen_store(model, store, dtype)
     with output.busy("Looking at this machine ..."):
         machine = examine_machine(path)
+        planned = gpu_report(model, config)
     checks = check_machine(machine, model, path)
+    if (check := planned.check()) is not None:
+        checks.append(check)
     _show_machine(machine, output)
     _show_checks(checks, output)
+    planned.show(output)
     memory = _memory(output) if measure else None
     disk = _disk(path, machine, output) if measure else None
     models = cached_models()
@@ -58,6 +65,7 @@ def doctor(
             "ok": not failed,
             "machine": dataclasses.asdict(machine),
             "checks": [_check_as_json(check) for check in checks],
+            "gpu_plan": planned.as_json(),
             "memory_bytes_per_s": memory,
             "disk": dataclasses.asdict(disk) if disk is not None else None,
             "models": [dataclasses.asdict(m) for m in models],

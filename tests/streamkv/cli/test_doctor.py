@@ -41,6 +41,7 @@ def test_the_report_is_json(run: Run, where: list[str]) -> None:
     assert ran.json["machine"]["versions"]["transformers"].startswith("5.")
     assert {check["level"] for check in ran.json["checks"]} <= {"ok", "warn"}
     assert ran.json["memory_bytes_per_s"] is None
+    assert set(ran.json["gpu_plan"]) == {"problem"} or ran.json["gpu_plan"]["fits"] in (True, False)
     assert bool(ran.json["machine"]["gpus"]) != bool(ran.json["machine"]["no_gpu_reason"])
 
 
