@@ -5,11 +5,13 @@ while the tiers have room) and what may be found (nothing that was never sealed)
 compared.
 """
 
+import mmap
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from fake_page_lock import FakePageLock
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -54,9 +56,16 @@ class TierHistory(RuleBasedStateMachine):
         cpu=st.sampled_from([None, 0, 1, 3]),
         has_ssd=st.booleans(),
         max_pending=st.sampled_from([1, 2, 32]),
+        refuse_at=st.sampled_from(["no gpu", None, 0, 1]),
     )
     def open(
-        self, retain: str, on_pressure: str, cpu: int | None, has_ssd: bool, max_pending: int
+        self,
+        retain: str,
+        on_pressure: str,
+        cpu: int | None,
+        has_ssd: bool,
+        max_pending: int,
+        refuse_at: str | int | None,
     ) -> None:
         self.owned = ExitStack()
         folder = self.owned.enter_context(tempfile.TemporaryDirectory())
@@ -64,7 +73,12 @@ class TierHistory(RuleBasedStateMachine):
         self.on_pressure = on_pressure
         self.has_ssd = has_ssd
         self.gpu_pool = GpuPool(SPEC, NUM_GPU_BLOCKS)
-        cpu_pool = None if cpu is None else CpuPool(SPEC, cpu * SPEC.block_bytes)
+        cpu_pool = None
+        if cpu is not None:
+            lock = None if isinstance(refuse_at, str) else FakePageLock(refuse_at)
+            row_bytes = SPEC.block_bytes if lock is None else mmap.PAGESIZE
+            cpu_pool = CpuPool(SPEC, cpu * row_bytes, lock, piece_bytes=row_bytes)
+            self.owned.callback(cpu_pool.close)
         self.ssd: SsdTier | None = None
         if has_ssd:
             identity = StoreIdentity("tiny", b"weights")
@@ -180,6 +194,10 @@ class TierHistory(RuleBasedStateMachine):
             assert np.array_equal(self.gpu_pool.block_bytes(block_id), bytes_of(number))
         assert found or number not in self.written
         self.manager.free(block_id)
+
+    @rule(idle=st.booleans())
+    def between_steps(self, idle: bool) -> None:
+        self.manager.between_steps(idle=idle)
 
     @rule()
     def flush(self) -> None:
