@@ -7,6 +7,7 @@ the logits are computed another way. Equal values: the lowest id wins. It knows 
 text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,15 @@ from streamkv.noise import gumbel
 from streamkv.outputs import TokenLogprob
 from streamkv.sampling_params import SamplingParams, resolve_seed
 
-__all__ = ["SampledToken", "SamplingParams", "resolve_seed", "sample", "token_logprob"]
+__all__ = [
+    "SampledToken",
+    "SamplingParams",
+    "check_highest",
+    "drawn_seed",
+    "resolve_seed",
+    "sample",
+    "token_logprob",
+]
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -71,7 +80,7 @@ def sample(
     penalised = _penalise(raw, params.repetition_penalty, recent_ids)
     token_id = int(np.argmax(penalised))
     if not params.is_greedy:
-        token_id = _draw(_truncate(penalised, params), params.seed, token_index)
+        token_id = _draw(_truncate(penalised, params), drawn_seed(params), token_index)
     logprob = None if params.logprobs is None else token_logprob(raw, token_id, params.logprobs)
     return SampledToken(token_id, _margin(raw), logprob)
 
@@ -90,16 +99,27 @@ def token_logprob(raw: Floats, token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, float(raw[token_id]) - log_total, tuple(top))
 
 
-def _checked_logits(logits: torch.Tensor, token_index: int) -> Floats:
-    assert logits.ndim == 1 and logits.numel() > 0, logits.shape
-    # numpy widens: torch would wake its thread pool for one row.
-    raw = logits.detach().to("cpu", torch.float32).numpy().astype(np.float64)
-    highest = raw.max()  # NaN if any logit is NaN
-    if not np.isfinite(highest):
+def check_highest(highest: float, token_index: int) -> None:
+    """Raise `ModelError` unless the highest logit (NaN if any logit is NaN) is finite."""
+    if not math.isfinite(highest):
         raise ModelError(
             f"logits of token_index={token_index}: the largest is {highest}. Weights or arithmetic "
             "are damaged: check the model files, or use dtype='float32'."
         )
+
+
+def drawn_seed(params: SamplingParams) -> int:
+    """The seed of the noise; `ConfigError` if none was drawn."""
+    if params.seed is None:
+        raise ConfigError("seed", None, "no seed was drawn", "Call resolve_seed(params) first.")
+    return params.seed
+
+
+def _checked_logits(logits: torch.Tensor, token_index: int) -> Floats:
+    assert logits.ndim == 1 and logits.numel() > 0, logits.shape
+    # numpy widens: torch would wake its thread pool for one row.
+    raw = logits.detach().to("cpu", torch.float32).numpy().astype(np.float64)
+    check_highest(float(raw.max()), token_index)
     return raw
 
 
@@ -159,8 +179,6 @@ def _top_p(candidates: _Candidates, p: float) -> _Candidates:
     return candidates.keep(np.sort(order[:count]))
 
 
-def _draw(candidates: _Candidates, seed: int | None, token_index: int) -> int:
-    if seed is None:
-        raise ConfigError("seed", seed, "no seed was drawn", "Call resolve_seed(params) first.")
+def _draw(candidates: _Candidates, seed: int, token_index: int) -> int:
     noisy = candidates.logits + gumbel(seed, token_index, candidates.ids)
     return int(candidates.ids[int(np.argmax(noisy))])
