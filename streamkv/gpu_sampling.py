@@ -153,7 +153,8 @@ class _HostBuffer:
     def __init__(self, max_rows: int, is_cuda: bool) -> None:
         shape = (_NUM_COLUMNS, max_rows)
         self._columns = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
-        self._copied = torch.cuda.Event() if is_cuda else None
+        # torch has no type for it.
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         words: npt.NDArray[np.int64] = self._columns.numpy()
         self._views = [
             row.view(np.float64) if index in _FLOATS else row for index, row in enumerate(words)
