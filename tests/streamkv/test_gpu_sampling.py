@@ -25,8 +25,8 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def random_params(rng: random.Random, **fixed: Any) -> SamplingParams:
     options = {
         "temperature": rng.choice([0.0, 0.2, 0.7, 1.0, 1.7, 100.0]),
-        "top_k": rng.choice([0, 0, 1, 2, 40, 5000]),
-        "top_p": rng.choice([1.0, 1.0, 1e-9, 0.5, 0.95, 1.0 - 1e-16]),
+        "top_k": rng.choice([0, 0, 0, 1, 2, 40, 5000]),
+        "top_p": rng.choice([1.0, 1.0, 1.0, 1e-9, 0.5, 0.95, 1.0 - 1e-16]),
         "min_p": rng.choice([0.0, 0.0, 1e-6, 0.05, 1.0]),
         "seed": rng.choice([0, rng.getrandbits(53), rng.getrandbits(64), 2**64 - 1]),
     }
@@ -120,6 +120,14 @@ def test_ties_at_the_edge_go_to_the_lowest_ids(top_k: int, top_p: float) -> None
     chosen.check(logits, draws)
     if top_k <= 4 and top_p == 1.0:
         assert set(chosen.ids.tolist()) == set([1, 2, 4, 5][:top_k])
+
+
+def test_the_cut_of_a_step_is_gone_in_the_next() -> None:
+    sampler, logits = GpuSampler(50, 12, DEVICE), random_logits(random.Random(8), 12, 50)
+    for options in [{"top_k": 2}, {}, {"min_p": 1.0}, {}, {"top_p": 0.1}, {}]:
+        params = SamplingParams(**({"temperature": 100.0, "top_p": 1.0, "seed": 4} | options))
+        draws = [Draw(params, index) for index in range(12)]
+        choose(sampler, logits, draws).check(logits, draws)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
