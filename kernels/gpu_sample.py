@@ -24,6 +24,7 @@ from streamkv.kernels.triton_sample import (
 
 TILE = 1024
 PADDING, GREEDY, NOISY = 0, 1, 2
+_CUT_ROWS = 16  # sorted at once, which bounds the memory of a step with many cut rows
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -135,22 +136,31 @@ def find_edges(
         top_ks: int64 [C], tokens to keep at most, at least 1.
         top_ps: float64 [C], keep the fewest likeliest that sum to at least this; 1.0 keeps all.
     """
-    # Adding 0.0 makes -0.0 equal to 0.0 for a sort that looks at bits.
-    ordered, ids = (logits[cut_rows].float() + 0.0).sort(dim=1, descending=True, stable=True)
-    finite = (ordered > -torch.inf).sum(1, keepdim=True)
-    counts = torch.minimum(finite, top_ks[:, None])
-    is_candidate = torch.arange(ordered.shape[1], device=logits.device) < counts
-    scaled = ordered.double() / rows.temperatures[cut_rows][:, None]
-    weights = (scaled - scaled[:, :1]).exp().where(is_candidate, 0.0)
-    shares = weights / weights.sum(1, keepdim=True)
-    top_p = top_ps[:, None]
-    reaching = (shares.cumsum(1) < top_p).sum(1, keepdim=True) + 1
+    for low in range(0, cut_rows.shape[0], _CUT_ROWS):
+        part = slice(low, low + _CUT_ROWS)
+        chosen = cut_rows[part]
+        # Adding 0.0 makes -0.0 equal to 0.0 for a sort that looks at bits.
+        found = (logits[chosen].float() + 0.0).sort(dim=1, descending=True, stable=True)
+        temperatures = rows.temperatures[chosen]
+        last = _last_kept(found.values, temperatures, top_ks[part], top_ps[part])
+        rows.edge_logits[chosen] = found.values.gather(1, last)[:, 0].double()
+        rows.edge_ids[chosen] = found.indices.gather(1, last)[:, 0]
+
+
+def _last_kept(ordered: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Place of the last kept logit of each row, ordered from the highest on: int64 [C, 1]."""
+    top_k, top_p, temperature = top_ks[:, None], top_ps[:, None], temperatures[:, None]
+    counts = torch.minimum((ordered > -torch.inf).sum(1, keepdim=True), top_k)
+    is_candidate = torch.arange(ordered.shape[1], device=ordered.device) < counts
+    scaled = ordered.double().div_(temperature)
+    # The highest is cloned: it is itself among what is changed in place.
+    shares = scaled.sub_(scaled[:, :1].clone()).exp_().masked_fill_(~is_candidate, 0.0)
+    shares.div_(shares.sum(1, keepdim=True))
     # What the CPU leaves out of its sort: together too little to be needed.
     likely = (is_candidate & (shares >= 0.5 * (1.0 - top_p) / counts)).sum(1, keepdim=True)
+    reaching = (shares.cumsum(1) < top_p).sum(1, keepdim=True) + 1
     counts = torch.where(top_p < 1.0, torch.minimum(reaching, likely), counts)
-    last = (counts - 1).clamp_(min=0)
-    rows.edge_logits[cut_rows] = ordered.gather(1, last)[:, 0].double()
-    rows.edge_ids[cut_rows] = ids.gather(1, last)[:, 0]
+    return (counts - 1).clamp_(min=0)
 
 
 def draw(

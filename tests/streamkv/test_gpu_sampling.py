@@ -77,7 +77,7 @@ def choose(sampler: GpuSampler, logits: Tensor, draws: list[Draw]) -> Chosen:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("vocab_size", "steps"), [(1, 2), (2, 4), (50, 20), (401, 20), (2051, 4)])
+@pytest.mark.parametrize(("vocab_size", "steps"), [(1, 2), (2, 4), (50, 10), (401, 10), (2051, 3)])
 def test_rows_of_every_kind_get_the_token_of_the_cpu(
     vocab_size: int, steps: int, dtype: torch.dtype
 ) -> None:
@@ -111,12 +111,12 @@ def test_the_vocabulary_of_a_real_model_gets_the_tokens_of_the_cpu(fixed: dict[s
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("top_p", [1.0, 0.25, 0.5, 0.75])
 def test_ties_at_the_edge_go_to_the_lowest_ids(top_k: int, top_p: float) -> None:
-    logits = torch.tensor([[-4.0, 1.0, 1.0, -math.inf, 1.0, 1.0, -9.0]]).repeat(24, 1)
+    logits = torch.tensor([[-4.0, 1.0, 1.0, -math.inf, 1.0, 1.0, -9.0]]).repeat(18, 1)
     draws = [
         Draw(SamplingParams(temperature=0.5, top_k=top_k, top_p=top_p, seed=seed), seed)
-        for seed in range(24)
+        for seed in range(18)
     ]
-    chosen = choose(GpuSampler(7, 24, DEVICE), logits, draws)
+    chosen = choose(GpuSampler(7, 18, DEVICE), logits, draws)
     chosen.check(logits, draws)
     if top_k <= 4 and top_p == 1.0:
         assert set(chosen.ids.tolist()) == set([1, 2, 4, 5][:top_k])
