@@ -2,7 +2,7 @@
 
 Everything is turned to one anchor, the chunk's first token: queries by their index in the chunk,
 a block by the one angle from the anchor to its start, both in float32 and rounded once. Queries and
-keys are written in forward and in reversed order (see `window_plan`). The join adds up the parts
+keys are written in forward and in reversed order (see `window_cut`). The join adds up the parts
 of a query by their log-sum-exp, and with them the sink tokens that have left its window. Padding is
 written as zeros; what a slot holds that is no key never reaches a result.
 """
@@ -171,6 +171,7 @@ def join_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    HAS_NEAR: tl.constexpr,
     HAS_TRIANGLE: tl.constexpr,
     HAS_RECTANGLE: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
@@ -198,31 +199,13 @@ def join_kernel(
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    row, lse_at = piece * size + i, (piece * num_heads + q_head) * size + i
-    best, total, out = absorb(
-        own, own_lse, row * num_heads + q_head, lse_at, is_row, best, total, out, d, DIM
-    )
-    if HAS_TRIANGLE:
-        run, row = num_pieces - 1 - piece, size - 2 - i
-        lse_at = (run * num_heads + q_head) * (size - 1) + row
-        row = (run * (size - 1) + row) * num_heads + q_head
-        is_part = is_row & (i < size - 1)
-        best, total, out = absorb(
-            triangle, triangle_lse, row, lse_at, is_part, best, total, out, d, DIM
-        )
-    if HAS_RECTANGLE:
-        row, lse_at = (size - 1 - i) * num_heads + q_head, q_head * size + size - 1 - i
-        best, total, out = absorb(
-            rectangle, rectangle_lse, row, lse_at, is_row, best, total, out, d, DIM
-        )
-
     if num_sinks > 0:
         is_element = is_row[:, None] & (d < DIM)[None, :]
         partner, sign, angle = partners(d, HALF)
         rotates = d < 2 * HALF
         q_row = q + query.to(tl.int64)[:, None] * q_token_stride
         q_row += q_head[:, None] * q_head_stride
-        plain = tl.load(q_row + d[None, :], mask=is_element, other=0.0).to(tl.float32)
+        plain = tl.load(q_row + d[None, :], mask=is_element, other=0.0)
         anchor = query_start + first + piece * size + tile_first
         newest = tl.minimum(anchor + per_tile, query_start + num_queries) - 1
         token = anchor + in_tile
@@ -242,18 +225,21 @@ def join_kernel(
             has_left = start + slots[None, :] <= token[:, None] - window
             seen = exists[None, :] & has_left & is_row[:, None]
             is_capped = token - start > cap
-            if (anchor - start <= cap) & (newest - start - low >= window):
-                other = tl.load(q_row + partner[None, :], mask=is_element, other=0.0)
-                c, s = angles(cos, sin, in_tile[:, None], angle[None, :], rotates[None, :], HALF)
-                near = plain * c + other.to(tl.float32) * (sign[None, :] * s)
-                keys = turned_keys(
-                    base, place, partner_place, is_key, cos, sin, start - anchor, angle, rotates,
-                    sign, HALF,
-                )  # fmt: skip
-                best, total, out = visit(
-                    near, keys, value, seen & (~is_capped)[:, None], best, total, out, scale, 1.0,
-                    dtype, False, EXACT,
-                )  # fmt: skip
+            if HAS_NEAR:  # noqa: SIM102  a constant: without it the branch costs registers
+                if anchor - start <= cap:
+                    other = tl.load(q_row + partner[None, :], mask=is_element, other=0.0)
+                    c, s = angles(
+                        cos, sin, in_tile[:, None], angle[None, :], rotates[None, :], HALF
+                    )
+                    near = plain.to(tl.float32) * c + other.to(tl.float32) * (sign[None, :] * s)
+                    keys = turned_keys(
+                        base, place, partner_place, is_key, cos, sin, start - anchor, angle,
+                        rotates, sign, HALF,
+                    )  # fmt: skip
+                    best, total, out = visit(
+                        near, keys, value, seen & (~is_capped)[:, None], best, total, out, scale,
+                        1.0, dtype, False, EXACT,
+                    )  # fmt: skip
             if newest - start > cap:
                 keys = turned_keys(
                     base, place, partner_place, is_key, cos, sin, -cap, angle, rotates, sign, HALF
@@ -262,6 +248,24 @@ def join_kernel(
                     plain, keys, value, seen & is_capped[:, None], best, total, out, scale, 1.0,
                     dtype, False, EXACT,
                 )  # fmt: skip
+    row, lse_at = piece * size + i, (piece * num_heads + q_head) * size + i
+    best, total, out = absorb(
+        own, own_lse, row * num_heads + q_head, lse_at, is_row, best, total, out, d, DIM
+    )
+    if HAS_TRIANGLE:
+        run, row = num_pieces - 1 - piece, size - 2 - i
+        lse_at = (run * num_heads + q_head) * (size - 1) + row
+        row = (run * (size - 1) + row) * num_heads + q_head
+        is_part = is_row & (i < size - 1)
+        best, total, out = absorb(
+            triangle, triangle_lse, row, lse_at, is_part, best, total, out, d, DIM
+        )
+    if HAS_RECTANGLE:
+        row, lse_at = (size - 1 - i) * num_heads + q_head, q_head * size + size - 1 - i
+        best, total, out = absorb(
+            rectangle, rectangle_lse, row, lse_at, is_row, best, total, out, d, DIM
+        )
+
     if HAS_SINK_LOGITS:
         logit = tl.load(sink_logits + q_head).to(tl.float32) * LOG2E
         higher = tl.maximum(best, logit)

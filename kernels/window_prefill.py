@@ -2,7 +2,7 @@
 
     copies   queries and keys, turned to one anchor, in forward and in reversed order
     squares  a causal square of each piece against itself, one in reversed order against the keys
-             before it (see `window_plan`), for short pieces a rectangle: `causal.Squares`
+             before it (see `window_cut`), for short pieces a rectangle: `causal.Squares`
     join     by log-sum-exp, with the sink tokens that have left the window
 
 Its twin is `gpu.prefill`, which takes any table and any soft cap, and serves every chunk that has
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from streamkv.kernels.causal import Squares
 from streamkv.kernels.gpu import Softmax
-from streamkv.kernels.gpu_shape import Shape, check_layer, require
+from streamkv.kernels.gpu_shape import Launch, Shape, check_layer, require
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_window import gather_kernel, join_kernel, turn_kernel
-from streamkv.kernels.window_plan import SIZE_STEP, Part, Rows, Segment, WindowPlan
+from streamkv.kernels.window_cut import SIZE_STEP, Part, Rows, Segment
+from streamkv.kernels.window_plan import WindowPlan
 
 __all__ = ["WindowScratch", "num_positions", "window_prefill", "window_scratch"]
 
 _TURN_TOKENS = 16
-_JOIN_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +54,11 @@ def window_scratch(
     return _scratch(shape, rows, num_queries + window_size, device)
 
 
+def join_launch(shape: Shape) -> Launch:
+    """Rows of a tile of the join: as many as leave registers for two programs."""
+    return Launch(4, 1, 32 if shape.dtype == torch.float32 or shape.head_dim > 128 else 64)
+
+
 def num_positions(num_queries: int, window_size: int, block_size: int) -> int:
     """Rows that rope tables must have: largest angle of a query, or back to a block's start."""
     return max(num_queries + 1, window_size + block_size)
@@ -69,6 +74,7 @@ def window_prefill(
     squares: Squares,
     scratch: WindowScratch | None = None,
     out: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's chunk, whose own K and V are already written.
 
@@ -82,6 +88,7 @@ def window_prefill(
         squares: operators of the device.
         scratch: kept copies; made for the call if not given.
         out: [T, num_q_heads, head_dim] to write to, contiguous; made if not given.
+        launch: of the join; chosen by shape if not given.
 
     Returns:
         out and lse float32 [T, num_q_heads].
@@ -95,17 +102,18 @@ def window_prefill(
     fits = out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     require("out", list(out.shape), fits, f"Pass contiguous {shape.dtype} {list(q.shape)}.")
     if scratch is None:
-        scratch = _scratch(shape, plan.num_rows, plan.num_previous, q.device)
-    enough = scratch.q_forward.shape[0] >= plan.num_rows
-    enough = enough and scratch.k_reversed.shape[0] >= plan.num_previous
-    wanted = f"Make it for {plan.num_queries} queries and a window of {plan.window_size}."
+        scratch = _scratch(shape, plan.cut.num_rows, plan.cut.num_previous, q.device)
+    enough = scratch.q_forward.shape[0] >= plan.cut.num_rows
+    enough = enough and scratch.k_reversed.shape[0] >= plan.cut.num_previous
+    wanted = f"Make it for {plan.cut.num_queries} queries and a window of {plan.cut.window_size}."
     require("scratch", scratch.q_forward.shape[0], enough, wanted)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    launch = join_launch(shape) if launch is None else launch
     turn_queries(q, plan, shape, rope, scratch)
     gather(layer, plan, shape, rope, scratch)
-    for segment in plan.segments:
+    for segment in plan.cut.segments:
         attended = attend_parts(plan, segment, softmax.scale, squares, scratch)
-        join(q, layer, plan, segment, shape, rope, softmax, attended, out, lse)
+        join(q, layer, plan, segment, shape, rope, softmax, attended, out, lse, launch)
     return out, lse
 
 
@@ -115,14 +123,14 @@ def turn_queries(
     """Fill the queries of `scratch`: turned by their index in the chunk."""
     constants = shape.constants()
     del constants["BLOCK"], constants["EXACT"]
-    turn_kernel[(triton.cdiv(plan.num_rows, _TURN_TOKENS), shape.num_kv_heads)](
+    turn_kernel[(triton.cdiv(plan.cut.num_rows, _TURN_TOKENS), shape.num_kv_heads)](
         q,
         rope.cos,
         rope.sin,
         scratch.q_forward,
         scratch.q_reversed,
-        plan.num_queries,
-        plan.num_rows,
+        plan.cut.num_queries,
+        plan.cut.num_rows,
         *q.stride()[:2],
         **constants,
         TOKENS=_TURN_TOKENS,
@@ -136,7 +144,7 @@ def gather(
     """Fill the keys and values of `scratch`: K turned by the angle from the chunk's first token."""
     constants = shape.constants()
     del constants["GROUP"], constants["EXACT"]
-    span = plan.query_start + plan.num_rows - plan.first_start
+    span = plan.cut.query_start + plan.cut.num_rows - plan.first_start
     gather_kernel[(triton.cdiv(span, shape.block_size), shape.num_kv_heads)](
         plan.addresses,
         rope.cos,
@@ -146,16 +154,16 @@ def gather(
         scratch.k_reversed,
         scratch.v_reversed,
         plan.first_start,
-        plan.first_key,
-        plan.query_start,
-        plan.query_start + plan.num_queries,
-        plan.last_start,
-        plan.num_rows,
+        plan.cut.first_key,
+        plan.cut.query_start,
+        plan.cut.end,
+        plan.cut.last_start,
+        plan.cut.num_rows,
         plan.addresses.shape[0],
         layer * shape.layer_bytes,
         shape.value_offset,
         **constants,
-        num_warps=4,
+        num_warps=8,
     )
 
 
@@ -196,9 +204,9 @@ def attend_parts(
             recurring=segment.recurring,
         )
 
-    triangle, rectangle = plan.triangle(segment), plan.rectangle(segment)
+    triangle, rectangle = plan.cut.triangle(segment), plan.cut.rectangle(segment)
     return Attended(
-        attend(plan.own(segment)),
+        attend(plan.cut.own(segment)),
         None if triangle is None else attend(triangle),
         None if rectangle is None else attend(rectangle),
     )
@@ -215,12 +223,13 @@ def join(
     attended: Attended,
     out: Tensor,
     lse: Tensor,
+    launch: Launch,
 ) -> None:
     """Write a segment's rows of `out` and `lse`: its parts and the sink tokens."""
     own = attended.own
     triangle, rectangle = attended.triangle or own, attended.rectangle or own
     has_logits = softmax.sink_logits is not None
-    tiles = segment.num_pieces * triton.cdiv(segment.size, _JOIN_ROWS // shape.group)
+    tiles = segment.num_pieces * triton.cdiv(segment.size, launch.rows // shape.group)
     join_kernel[(tiles, shape.num_kv_heads)](
         q,
         *own,
@@ -235,21 +244,23 @@ def join(
         segment.first,
         segment.num_pieces,
         segment.size,
-        plan.num_queries,
-        plan.query_start,
-        plan.window_size,
+        plan.cut.num_queries,
+        plan.cut.query_start,
+        plan.cut.window_size,
         plan.sinks.shape[0],
         layer * shape.layer_bytes,
         shape.value_offset,
         softmax.scale,
         *q.stride()[:2],
         **shape.constants(),
-        ROWS=_JOIN_ROWS,
+        ROWS=launch.rows,
         SLOTS=plan.sink_slots,
+        HAS_NEAR=plan.has_uncapped(segment),
         HAS_TRIANGLE=attended.triangle is not None,
         HAS_RECTANGLE=attended.rectangle is not None,
         HAS_SINK_LOGITS=has_logits,
-        num_warps=4,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
     )
 
 
@@ -277,12 +288,12 @@ def _check(
     require("q", list(q.shape), q.dim() == 3, "Pass [T, num_q_heads, head_dim].")
     shape = Shape.of(pool, q.shape[1], rope)
     check_layer(shape, layer)
-    rows = (plan.num_queries, shape.head_dim)
+    rows = (plan.cut.num_queries, shape.head_dim)
     require("q", list(q.shape), (q.shape[0], q.shape[2]) == rows, f"Its T and head_dim: {rows}.")
     require("q", q.dtype, q.dtype == shape.dtype, f"Pass {shape.dtype}, as the pool has.")
     require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
     require("softcap", softmax.softcap, softmax.softcap is None, "Use gpu.prefill for one.")
-    needed = num_positions(plan.num_queries, plan.window_size, shape.block_size)
+    needed = num_positions(plan.cut.num_queries, plan.cut.window_size, shape.block_size)
     enough = rope.num_positions >= needed
     require("rope", rope.num_positions, enough, f"Make tables of at least {needed} positions.")
     return shape

@@ -1,6 +1,7 @@
 """Window attention by causal squares against its twin: on a GPU, else small in the interpreter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from gpu_cases import BLOCK_SIZE, DEVICE, DTYPES, LAYER, ON_GPU, Batch, Built, S
 from streamkv.errors import ConfigError
 from streamkv.kernels.batch_table import BatchTable, batch_table
 from streamkv.kernels.causal import choose_squares
-from streamkv.kernels.gpu import Shape, Softmax
+from streamkv.kernels.gpu import Launch, Shape, Softmax
 from streamkv.kernels.table import NO_CAP, SequenceTable
+from streamkv.kernels.window_cut import SIZE_STEP
 from streamkv.kernels.window_plan import WindowPlan, window_plan
 from streamkv.kernels.window_prefill import num_positions, window_prefill, window_scratch
 
@@ -34,23 +36,29 @@ def plan_of(built: Built, step: int = STEP) -> WindowPlan:
 
 def attend(built: Built, step: int = STEP) -> tuple[torch.Tensor, torch.Tensor]:
     """By the kernels, in scratch that holds NaN."""
-    batch = built.batch
-    shape = Shape.of(built.pools[0], batch.num_q_heads, batch.rope())
-    (stream,) = batch.streams
-    scratch = window_scratch(shape, stream.num_queries, stream.window_size, DEVICE)
+    (stream,) = built.batch.streams
+    scratch = window_scratch(shape_of(built), stream.num_queries, stream.window_size, DEVICE)
     for name in type(scratch).__slots__:
         getattr(scratch, name).fill_(float("nan"))
-    return window_prefill(
-        built.q,
-        built.pools[0],
-        LAYER,
-        plan_of(built, step),
-        batch.rope(),
-        Softmax(batch.scale, None, built.sink_logits),
-        choose_squares(shape, DEVICE),
-        scratch,
-        torch.full_like(built.q, float("nan")),
-    )
+    out = torch.full_like(built.q, float("nan"))
+    arguments = arguments_of(built) | {"plan": plan_of(built, step)}
+    return window_prefill(**arguments, scratch=scratch, out=out)
+
+
+def shape_of(built: Built) -> Shape:
+    return Shape.of(built.pools[0], built.batch.num_q_heads, built.batch.rope())
+
+
+def arguments_of(built: Built) -> dict[str, Any]:
+    return {
+        "q": built.q,
+        "pool": built.pools[0],
+        "layer": LAYER,
+        "plan": plan_of(built),
+        "rope": built.batch.rope(),
+        "softmax": Softmax(built.batch.scale, None, built.sink_logits),
+        "squares": choose_squares(shape_of(built), DEVICE),
+    }
 
 
 def check(stream: Stream, **sizes: object) -> None:
@@ -94,6 +102,7 @@ HEADS = [
     pytest.param(2, 2, 80, 80, id="head-80"),
     pytest.param(1, 2, 96, 48, id="partial-rotary"),
     pytest.param(1, 4, 128, 128, id="head-128"),
+    pytest.param(1, 2, 256, 64, id="head-256"),
 ]
 
 
@@ -110,6 +119,16 @@ def test_every_kind_of_head(
         rotary_dim=rotary_dim,
         dtype=dtype,
     )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
+@pytest.mark.parametrize("before", [0, 3000])
+def test_chunks_of_the_sizes_that_are_cut_in_practice(before: int) -> None:
+    stream = Stream(before + 5000, 5000, window_size=2048)
+    built = build(Batch((stream,), group=4, head_dim=128, rotary_dim=128, dtype=torch.bfloat16))
+    plan = plan_of(built, SIZE_STEP)
+    assert any(segment.rectangle for segment in plan.cut.segments)
+    built.check(attend(built, SIZE_STEP))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,6 +196,13 @@ def test_tokens_kept_in_mid_stream_are_counted_once(first: int, size: int) -> No
     built.check(attend(built))
 
 
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_tiles_of_the_join_of_any_size(rows: int) -> None:
+    built = build(Batch((Stream(5 * B, 5 * B, window_size=2 * B),)))
+    arguments = arguments_of(built) | {"launch": Launch(4, 1, rows)}
+    built.check(window_prefill(**arguments))
+
+
 def test_queries_between_others_of_a_wider_row() -> None:
     built = build(Batch((Stream(4 * B, 2 * B, window_size=B),)))
     wide = torch.full((2 * B, 7, 16), float("nan"), device=DEVICE)
@@ -195,22 +221,10 @@ REFUSED = [
 ]
 
 
-def shape_of(built: Built) -> Shape:
-    return Shape.of(built.pools[0], built.batch.num_q_heads, built.batch.rope())
-
-
 @pytest.mark.parametrize(("change", "remedy"), REFUSED)
 def test_what_the_kernels_are_not_made_for_is_refused(change, remedy: str) -> None:  # type: ignore[no-untyped-def]
     built = build(Batch((Stream(60 * B, 9 * B, window_size=40 * B),)))
-    arguments = {
-        "q": built.q,
-        "pool": built.pools[0],
-        "layer": LAYER,
-        "plan": plan_of(built),
-        "rope": built.batch.rope(),
-        "softmax": Softmax(0.25),
-        "squares": choose_squares(shape_of(built), DEVICE),
-    }
+    arguments = arguments_of(built)
     with pytest.raises(ConfigError, match=remedy):
         window_prefill(**(arguments | change(built)))
 
