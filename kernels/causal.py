@@ -106,13 +106,13 @@ def repeated(attend: Attend) -> Attend:
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     operator = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = operator(q, k, v, None, True, 0.0, is_causal, False, scale=scale)[:2]
-    return _by_token(out), lse.reshape(out.shape[:3])
+    return _by_token(out), lse.reshape(out.shape[:3]).contiguous()
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     operator = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse = operator(q, k, v, 0.0, is_causal, False, scale=scale)[:2]
-    return _by_token(out), lse.reshape(out.shape[:3])
+    return _by_token(out), lse.reshape(out.shape[:3]).contiguous()
 
 
 def _by_token(out: Tensor) -> Tensor:
