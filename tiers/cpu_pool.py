@@ -135,11 +135,13 @@ class CpuPool:
         """
         while True:
             with self._mutex:
-                if self._free_list.num_free > 0 or not self._may_grow():
+                if self._free_list.num_free > 0:
                     return self._take(key)
+            # Only who holds this lock knows that no other thread is about to add a piece.
             with self._growing:
-                if self._free_list.num_free == 0:
-                    self._grow()
+                if self._free_list.num_free == 0 and not (self._may_grow() and self._grow()):
+                    with self._mutex:
+                        return self._take(key)
 
     def publish(self, block: CpuBlock) -> None:
         """List a reserved block that has been filled. It stays locked."""
