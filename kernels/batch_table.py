@@ -52,7 +52,10 @@ class BatchTable:
         """The same on another device."""
         columns = (self.block_ids, self.addresses, self.starts, self.caps)
         counts = (self.num_entries, self.num_sink_entries, self.window_sizes)
-        every = (*columns, self.first_valid, self.end_valid, *counts)
+        every: tuple[Tensor, ...] = (*columns, self.first_valid, self.end_valid, *counts)
+        if torch.device(device).type == "cuda":
+            # Nothing waits for a copy out of pinned memory; torch keeps it until it is made.
+            every = tuple(c if c.is_cuda else c.pin_memory() for c in every)
         return BatchTable(*(column.to(device, non_blocking=True) for column in every))
 
     def sequence(self, index: int) -> SequenceTable:

@@ -107,16 +107,24 @@ def decode_launch(shape: Shape, rows: int) -> Launch:
 
 
 def write_kv(
-    pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, layer: int, rope: RopeTables
+    pool: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    layer: int,
+    rope: RopeTables,
+    pdl: bool = False,
 ) -> None:
     """Write un-rotated `k` and `v` of a packed row into their slots of one layer.
 
     Args:
         pool: changed in place.
         k, v: [T, num_kv_heads, head_dim]; the last dimension is contiguous.
-        slot_mapping: int64 [T], block_id * block_size + offset; no slot twice.
+        slot_mapping: int64 [T], block_id * block_size + offset; no slot twice; a token whose slot
+            is negative is not written.
         layer: of the pool.
         rope: tables on the pool's device, for at least block_size positions.
+        pdl: overlap with the kernel before (Hopper and later).
     """
     shape = Shape.of(pool, pool.shape[3], rope)
     check_layer(shape, layer)
@@ -143,7 +151,9 @@ def write_kv(
         *v.stride()[:2],
         HEADS_PAD=triton.next_power_of_2(shape.num_kv_heads),
         **constants,
+        PDL=pdl,
         num_warps=4,
+        **_pdl_option(pdl),
     )
 
 
@@ -197,6 +207,7 @@ def decode(
     scratch: DecodeScratch | None = None,
     out: Tensor | None = None,
     launch: Launch | None = None,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the same small number of consecutive queries of each sequence.
 
@@ -211,6 +222,7 @@ def decode(
         scratch: kept partial results; made for the call if not given.
         out: [S * num_queries, num_q_heads, head_dim] to write to; made if not given.
         launch: of the kernel; chosen by shape if not given.
+        pdl: overlap with the kernel before (Hopper and later).
 
     Returns:
         out and lse float32 [S * num_queries, num_q_heads]; a query that sees nothing gets zeros and
@@ -249,8 +261,10 @@ def decode(
         **constants,
         SPLITS=scratch.splits,
         HAS_SOFTCAP=softmax.softcap is not None,
+        PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **_pdl_option(pdl),
     )
     has_sinks = softmax.sink_logits is not None
     for name in ("HALF", "BLOCK", "EXACT"):
@@ -265,7 +279,9 @@ def decode(
         SPLITS=scratch.splits,
         SPLITS_PAD=triton.next_power_of_2(scratch.splits),
         HAS_SINK_LOGITS=has_sinks,
+        PDL=pdl,
         num_warps=4,
+        **_pdl_option(pdl),
     )
     return out, lse
 
@@ -398,6 +414,11 @@ def _check_queries(q: Tensor, pool: Tensor, layer: int, rope: RopeTables) -> Sha
     require("q", q.dtype, q.dtype == shape.dtype, f"Pass {shape.dtype}, as the pool has.")
     require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
     return shape
+
+
+def _pdl_option(pdl: bool) -> dict[str, bool]:
+    # The interpreter does not know the option.
+    return {"launch_pdl": True} if pdl else {}
 
 
 def _processors(device: torch.device) -> int:

@@ -11,6 +11,7 @@ Flash-decoding: Dao et al. 2023. Reading pinned host blocks from the kernel: uni
 import triton
 import triton.language as tl
 
+from streamkv.kernels.triton_cache import into_cache
 from streamkv.kernels.triton_rotate import angles, partners
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -94,10 +95,26 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Partial out float32 [S, KV heads, SPLITS, ROWS, DIM]; lse, base 2, without DIM."""
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype = q.dtype.element_ty
+    # Tables were there before the step began; keys and values but those of the new token, too.
+    count = tl.load(num_entries + seq)
+    per_split = tl.cdiv(count, SPLITS)
+    first_entry = split * per_split
+    end_entry = tl.minimum(first_entry + per_split, count)
+    head_offset = head * (BLOCK * DIM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if (DIM == DIM_PAD) & (first_entry < end_entry):
+            ahead = tl.load(addresses + seq * capacity + first_entry) + layer_bytes
+            line = tl.arange(0, BLOCK * DIM_PAD // 64) * 64
+            lines = ahead.to(tl.pointer_type(dtype)) + head_offset + line
+            into_cache(lines)
+            into_cache(lines + value_offset)
+        tl.extra.cuda.gdc_wait()
     rows = tl.arange(0, ROWS)
     is_query = rows < QUERIES * GROUP
     query = tl.where(is_query, rows // GROUP, 0)
@@ -111,11 +128,6 @@ def decode_kernel(
     other = tl.load(q_row + partner[None, :], mask=is_row, other=0.0).to(tl.float32)
     other = other * sign[None, :]
 
-    count = tl.load(num_entries + seq)
-    per_split = tl.cdiv(count, SPLITS)
-    first_entry = split * per_split
-    end_entry = tl.minimum(first_entry + per_split, count)
-    head_offset = head * (BLOCK * DIM)
     place = slots[:, None] * DIM + d[None, :]
 
     best = tl.full([ROWS], -float("inf"), tl.float32)
@@ -189,8 +201,12 @@ def merge_splits_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Join the splits of one query head; a learned sink logit takes part once, with no value."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, q_head = tl.program_id(0), tl.program_id(1)
     seq, query = row // QUERIES, row % QUERIES
     head, group = q_head // GROUP, q_head % GROUP

@@ -27,15 +27,21 @@ def write_kernel(
     DIM_PAD: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One token: all its KV heads."""
+    """One token: all its KV heads; nothing where its slot is negative."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     heads, d = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
     slot = tl.load(slot_mapping + token)
+    num_heads = tl.where(slot >= 0, NUM_KV_HEADS, 0)
+    is_element = (heads < num_heads)[:, None] & (d < DIM)[None, :]
+    slot = tl.maximum(slot, 0)
     block, offset = slot // BLOCK, slot % BLOCK
     partner, sign, angle = partners(d, HALF)
     c, s = angles(cos, sin, offset, angle, d < 2 * HALF, HALF)
-    is_element = (heads < NUM_KV_HEADS)[:, None] & (d < DIM)[None, :]
     k_row = k + token * k_token_stride + heads[:, None] * k_head_stride
     own = tl.load(k_row + d[None, :], mask=is_element, other=0.0).to(tl.float32)
     other = tl.load(k_row + partner[None, :], mask=is_element, other=0.0).to(tl.float32)
