@@ -47,10 +47,16 @@ class LiveBlock:
 
 
 class BlockTable:
-    """Live blocks of one sequence, by block index, ascending."""
+    """Live blocks of one sequence, by block index, ascending.
+
+    Attributes:
+        block_size: tokens per block.
+        version: grows whenever a block comes or goes.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.version = 0
         self._blocks: dict[int, LiveBlock] = {}
 
     def __len__(self) -> int:
@@ -69,6 +75,7 @@ class BlockTable:
         """Append a block; block indices only grow."""
         assert not self._blocks or block_index > next(reversed(self._blocks))
         self._blocks[block_index] = LiveBlock(block_index, block_id, key)
+        self.version += 1
 
     def missing(self, first_token: int, end_token: int) -> list[int]:
         """Block indices that hold `[first_token, end_token)` and are not live."""
@@ -86,12 +93,14 @@ class BlockTable:
         ]
         for block in expired:
             del self._blocks[block.block_index]
+        self.version += bool(expired)
         return expired
 
     def take_all(self) -> list[LiveBlock]:
         """Remove and return every block."""
         blocks = list(self._blocks.values())
         self._blocks.clear()
+        self.version += 1
         return blocks
 
     def slot(self, token_index: int) -> int:

@@ -221,7 +221,7 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         while True:
             try:
                 if isinstance(output, Compute | Call):
-                    answer = await _await(self._loop.submit(output))
+                    answer = await _await(self._loop, self._loop.submit(output))
                 elif output is NEED_ITEM:
                     answer = await self._next_item()
                 elif output is END:
@@ -276,11 +276,11 @@ def _wait(future: "Future[Any]") -> Any:
         raise
 
 
-async def _await(future: "Future[Any]") -> Any:
+async def _await(loop: StepLoop, future: "Future[Any]") -> Any:
     """The same without blocking: a cancelled task first sees its step through."""
-    wrapped = asyncio.wrap_future(future)
     try:
-        return await asyncio.shield(wrapped)
+        return await loop.waiter(future)
     except asyncio.CancelledError:
-        await asyncio.wait([wrapped])
+        if not future.done():
+            await asyncio.wait([loop.waiter(future)])
         raise

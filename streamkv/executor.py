@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from streamkv.batch import Batch, StepResult, Wanted
+from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 
@@ -10,8 +10,12 @@ from streamkv.tiers.manager import TierManager
 class StepRunner(Protocol):
     """What runs a batch: one for each kind of device."""
 
-    def run(self, batch: Batch) -> list[StepResult]:
-        """Compute the batch; one result per sequence, in the batch's order."""
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of one step, at most."""
+
+    def launch(self, batch: Batch) -> Flight:
+        """Start computing the batch."""
 
     def wait_until_fast(self) -> bool:
         """Wait until the fastest way is ready or given up; whether there is one."""
@@ -40,13 +44,25 @@ class Executor:
         """
         for step in batch.steps:
             sequence = step.sequence
-            end = sequence.num_computed + step.query_len
-            for index in sequence.table.missing(sequence.num_computed, end):
+            for index in sequence.table.missing(step.start, step.start + step.query_len):
                 sequence.table.add(index, self._tiers.allocate())
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of one step, at most."""
+        return self._runner.max_sequences
+
+    def launch(self, batch: Batch) -> Flight:
+        """Start computing the batch."""
+        return self._runner.launch(batch)
 
     def run(self, batch: Batch) -> list[StepResult]:
         """Compute the batch."""
-        return self._runner.run(batch)
+        return self.launch(batch).results()
+
+    def between_steps(self, idle: bool) -> bool:
+        """A piece of what the tiers do when no step waits; whether there is more."""
+        return self._tiers.between_steps(idle=idle)
 
     def postprocess(self, batch: Batch) -> None:
         """Count the tokens as computed; seal full blocks, then drop what no query needs."""

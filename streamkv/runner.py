@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
 from streamkv.block_table import TableEntry
 from streamkv.kernels import cpu
 from streamkv.kernels.native import NativeDecoder
@@ -77,6 +77,15 @@ class Runner:
         """End what prepares the native kernels."""
         if self._native is not None:
             self._native.close()
+
+    @property
+    def max_sequences(self) -> int:
+        """One: a step of several would only make each of them wait longer."""
+        return 1
+
+    def launch(self, batch: Batch) -> Landed:
+        """Compute the batch: here it is done when it was started."""
+        return Landed(self.run(batch))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[StepResult]:

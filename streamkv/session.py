@@ -266,7 +266,8 @@ class Session:
             while generation.finish_reason is None:
                 while sequence.num_pending > self._live.prefill_chunk:
                     yield self._compute(self._live.next_chunk())
-                token = yield self._compute(sequence.num_pending, Wanted.LOGITS, choose)
+                pending = sequence.num_pending
+                token = yield self._compute(pending, Wanted.LOGITS, choose, params)
                 token_index = sequence.num_tokens
                 intake.generated(token.token_id)
                 delta = generation.push(token, token_index)
@@ -296,9 +297,10 @@ class Session:
         num_tokens: int,
         wanted: Wanted = Wanted.NOTHING,
         on_logits: Callable[[Any], object] | None = None,
+        params: SamplingParams | None = None,
     ) -> Compute:
         after = self._live.after_step
-        return Compute(self._live.sequence, num_tokens, wanted, on_logits, after)
+        return Compute(self._live.sequence, num_tokens, wanted, on_logits, after, params)
 
     def _outputs(self, steps: Steps, what: str, items: Iterable[Any] = ()) -> Outputs[Any]:
         self._require_open()
@@ -343,6 +345,7 @@ class Session:
         ended = f"session {self.name!r} is closed. Open it again with engine.session()."
         self._gate.end(SessionError(ended))
         self._closed = True
+        self._loop.settle()
         try:
             if delete:
                 self._live.delete()

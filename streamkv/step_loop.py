@@ -1,61 +1,46 @@
-"""The engine's own thread: schedule, run, postprocess.
+"""The engine's own thread: schedule, launch, land.
 
 Callers on any thread submit a `Compute` or a `Call` and get a future. Everything that touches the
 model, the pools or a journal in the course of a step happens on this one thread, so none of it
 needs a lock. A step that fails fails its own caller and nobody else.
 """
 
+import asyncio
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
-from streamkv.batch import Batch, StepResult, Wanted
+from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.errors import EngineClosedError
+from streamkv.flights import Flights, Job
+from streamkv.mailbox import Mailbox
+from streamkv.operations import Call, Compute
 from streamkv.scheduler import Scheduler, Work
 from streamkv.sequence import Sequence
 
+__all__ = ["Call", "Compute", "StepExecutor", "StepLoop"]
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compute:
-    """Compute `num_tokens` pending tokens of `sequence`.
-
-    Attributes:
-        sequence: whose tokens.
-        num_tokens: how many.
-        wanted: NOTHING: the future's result is `None`; SCORES: float32 [n] log-probabilities;
-            LOGITS: what `on_logits` returns.
-        on_logits: called on the engine's thread with float32 [vocab_size].
-        after_step: called on the engine's thread after each step, blocks already sealed.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    wanted: Wanted = Wanted.NOTHING
-    on_logits: Callable[[Tensor], object] | None = None
-    after_step: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """Run a function on the engine's thread, between two steps."""
-
-    function: Callable[[], object]
+POLL_S = 0.0005
+"""How often the end of a step is looked for while callers are waited for, too."""
 
 
 class StepExecutor(Protocol):
     """What the loop drives: makes blocks live, runs the model, seals and drops blocks."""
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of one step, at most."""
+
     def prepare(self, batch: Batch) -> None:
         """Make live the blocks that the batch writes."""
 
-    def run(self, batch: Batch) -> list[StepResult]:
-        """Compute the batch."""
+    def launch(self, batch: Batch) -> Flight:
+        """Start the batch."""
 
     def postprocess(self, batch: Batch) -> None:
         """Count the tokens as computed; seal full blocks, drop expired ones."""
@@ -63,13 +48,8 @@ class StepExecutor(Protocol):
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The same for tokens whose KV exists already."""
 
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    operation: Compute
-    work: Work
-    future: "Future[Any]"
-    scores: list[Tensor] = field(default_factory=list)
+    def between_steps(self, idle: bool) -> bool:
+        """A piece of what is to be done when no step waits; whether there is more."""
 
 
 class StepLoop:
@@ -84,12 +64,19 @@ class StepLoop:
     def __init__(
         self, executor: StepExecutor | None, prefill_chunk: int, num_threads: int | None = None
     ) -> None:
-        self._given_executor = executor
+        self._given_executor: StepExecutor | None = None
+        self._given_flights: Flights | None = None
+        self._has_idle_work = False
+        self._notify_at = 1
         self._scheduler = Scheduler(prefill_chunk)
         self._num_threads = num_threads
-        self._jobs: dict[Work, _Job] = {}
+        self._jobs: dict[Work, Job] = {}
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
-        self._inbox: deque[_Job] = deque()
+        self._inbox: deque[Job] = deque()
+        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._to_wake: set[Mailbox] = set()
+        if executor is not None:
+            self.drive(executor)
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._main, name="streamkv-engine", daemon=True)
@@ -100,9 +87,16 @@ class StepLoop:
         assert self._given_executor is not None, "a step before there is an executor"
         return self._given_executor
 
+    @property
+    def _flights(self) -> Flights:
+        assert self._given_flights is not None, "a step before there is an executor"
+        return self._given_flights
+
     def drive(self, executor: StepExecutor) -> None:
         """Take steps with `executor` from now on."""
         self._given_executor = executor
+        self._has_idle_work = True
+        self._given_flights = Flights(executor, self._counted, self._deliver, self._fail)
 
     def submit(self, operation: Compute | Call) -> "Future[Any]":
         """Queue an operation.
@@ -116,11 +110,39 @@ class StepLoop:
                 raise EngineClosedError("The engine is closed. Open a new Engine.")
             if isinstance(operation, Call):
                 self._calls.append((operation, future))
+                self._condition.notify()
             else:
-                work = Work(operation.sequence, operation.num_tokens, operation.wanted)
-                self._inbox.append(_Job(operation, work, future))
-            self._condition.notify()
+                sequence, params = operation.sequence, operation.params
+                work = Work(sequence, operation.num_tokens, operation.wanted, params)
+                self._inbox.append(Job(operation, work, future))
+                if len(self._inbox) >= self._notify_at:
+                    self._condition.notify()
         return future
+
+    def waiter(self, future: "Future[Any]") -> "asyncio.Future[Any]":
+        """A future of the running event loop that is done when `future` is."""
+        loop = asyncio.get_running_loop()
+        with self._condition:
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                mailbox = self._mailboxes[loop] = Mailbox(loop)
+        waiter = loop.create_future()
+        found = mailbox
+
+        def arrived(future: "Future[Any]") -> None:
+            found.put(waiter, future)
+            if threading.current_thread() is self._thread:
+                self._to_wake.add(found)
+            else:
+                found.wake()
+
+        future.add_done_callback(arrived)
+        return waiter
+
+    def settle(self) -> None:
+        """Wait until no step is under way, also none that nobody asked for."""
+        with contextlib.suppress(EngineClosedError):
+            self.submit(Call(lambda: None)).result()
 
     def close(self) -> None:
         """Finish the step in hand, fail what waits with `EngineClosedError`, end the thread."""
@@ -133,22 +155,50 @@ class StepLoop:
     def _main(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        while self._receive():
-            scheduled = self._scheduler.schedule()
-            if scheduled is not None:
-                self._step(*scheduled)
-        self._fail_all()
+        error: BaseException = EngineClosedError(
+            "The engine was closed before this was done. Nothing was lost."
+        )
+        try:
+            while self._receive():
+                self._take_step()
+                self._wake_all()
+            if self._given_flights is not None:
+                self._flights.drain()
+        except BaseException as caught:
+            # A mistake of our own: whoever waits must not wait for ever.
+            error = caught
+            with self._condition:
+                self._closed = True
+        self._fail_all(error)
+        self._wake_all()
+
+    def _take_step(self) -> None:
+        if self._may_launch():
+            self._launch()
+        elif self._is_flying() and (self._flights.is_full or self._flights.has_landed):
+            # Full: nothing else can be done before the oldest step has landed.
+            self._wake_all()
+            self._flights.land()
+
+    def _wake_all(self) -> None:
+        """Tell event loops what has arrived: once for all that a round brought."""
+        for mailbox in self._to_wake:
+            mailbox.wake()
+        self._to_wake.clear()
 
     def _receive(self) -> bool:
         """Take what has arrived, waiting if there is nothing to do; False when closed."""
+        while not self._wait():
+            self._has_idle_work = self._executor.between_steps(idle=True)
         with self._condition:
-            while not (self._closed or self._inbox or self._calls or len(self._scheduler)):
-                self._condition.wait()
             if self._closed:
                 return False
             calls, jobs = list(self._calls), list(self._inbox)
             self._calls.clear()
             self._inbox.clear()
+        if calls and self._given_flights is not None:
+            # A call may give blocks back, or read what a step writes.
+            self._flights.drain()
         for call, future in calls:
             self._call(call, future)
         for job in jobs:
@@ -156,7 +206,36 @@ class StepLoop:
                 self._admit(job)
         return True
 
-    def _admit(self, job: _Job) -> None:
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False: only what can be done when idle."""
+        with self._condition:
+            while True:
+                flying = self._is_flying()
+                # Woken by each caller the thread would take the interpreter from the next one.
+                self._notify_at = max(1, self._flights.num_awaited) if flying else 1
+                if self._closed or self._has_mail() or self._has_work():
+                    return True
+                if self._has_idle_work and not flying:
+                    return False
+                self._condition.wait(POLL_S if flying else None)
+
+    def _has_mail(self) -> bool:
+        return bool(self._calls) or len(self._inbox) >= self._notify_at
+
+    def _is_flying(self) -> bool:
+        return self._given_flights is not None and len(self._flights) > 0
+
+    def _has_work(self) -> bool:
+        if self._given_flights is None:
+            return False
+        return self._may_launch() or self._flights.is_full or self._flights.has_landed
+
+    def _may_launch(self) -> bool:
+        if self._given_flights is None or not self._flights.may_launch:
+            return False
+        return len(self._scheduler) > 0 or self._flights.can_go_on
+
+    def _admit(self, job: Job) -> None:
         work = job.work
         needs_head = work.wanted is Wanted.SCORES or (
             work.wanted is Wanted.LOGITS and work.num_tokens == 1
@@ -170,8 +249,14 @@ class StepLoop:
             return
         if work.num_tokens == 0:
             job.future.set_result(None)
-        else:
-            self._jobs[work] = job
+            return
+        self._jobs[work] = job
+        try:
+            is_claimed = self._flights.claim(job)
+        except BaseException as error:
+            self._fail(job, error)
+            return
+        if not is_claimed:
             self._scheduler.add(work)
 
     def _call(self, call: Call, future: "Future[Any]") -> None:
@@ -182,39 +267,53 @@ class StepLoop:
         except BaseException as error:
             future.set_exception(error)
 
-    def _step(self, work: Work, batch: Batch) -> None:
-        job = self._jobs[work]
-        try:
-            self._executor.prepare(batch)
-            [result] = self._executor.run(batch)
-            self._executor.postprocess(batch)
-            if job.operation.after_step is not None:
-                job.operation.after_step()
-            if result.scores is not None:
-                job.scores.append(result.scores)
-            finished = self._scheduler.postprocess(work, batch)
-            value = self._value(job, result) if finished else None
-        except BaseException as error:
-            self._scheduler.remove(work)
-            del self._jobs[work]
-            job.future.set_exception(error)
-            return
-        if finished:
-            del self._jobs[work]
-            job.future.set_result(value)
+    def _launch(self) -> None:
+        taken = self._scheduler.schedule(self._executor.max_sequences)
+        self._flights.launch([(self._jobs[work], step) for work, step in taken])
+        self._executor.between_steps(idle=False)
+        # On a CPU a step has landed when it was launched.
+        while self._flights.has_landed:
+            self._flights.land()
 
-    def _value(self, job: _Job, result: StepResult) -> object:
+    def _counted(self, job: Job, query_len: int) -> bool:
+        return self._scheduler.postprocess(job.work, query_len)
+
+    def _deliver(self, job: Job, result: StepResult, is_last: bool) -> None:
+        if job.future.done():
+            return
+        if result.scores is not None:
+            job.scores.append(result.scores)
+        if not is_last:
+            return
+        try:
+            value = self._value(job, result)
+        except BaseException as error:
+            self._fail(job, error)
+            return
+        self._jobs.pop(job.work, None)
+        job.future.set_result(value)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        self._scheduler.remove(job.work)
+        self._jobs.pop(job.work, None)
+        if not job.future.done():
+            job.future.set_exception(error)
+
+    def _value(self, job: Job, result: StepResult) -> object:
+        if result.error is not None:
+            raise result.error
         match job.operation.wanted:
             case Wanted.SCORES:
                 return torch.cat(job.scores)
             case Wanted.LOGITS:
+                if result.token is not None:
+                    return result.token
                 assert result.logits is not None and job.operation.on_logits is not None
                 return job.operation.on_logits(result.logits)
             case Wanted.NOTHING:
                 return None
 
-    def _fail_all(self) -> None:
-        error = EngineClosedError("The engine was closed before this was done. Nothing was lost.")
+    def _fail_all(self, error: BaseException) -> None:
         self._scheduler.drain()
         for job in [*self._jobs.values(), *self._inbox]:
             if not job.future.done():

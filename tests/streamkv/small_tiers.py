@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
 from streamkv.executor import Executor
 from streamkv.journal import Journal
 from streamkv.journal_records import SessionHeader
@@ -26,9 +26,9 @@ ROOT = BlockKey(b"r" * 16)
 class NoRunner:
     """Stands for the model where only blocks matter."""
 
-    def run(self, batch: Batch) -> list[StepResult]:
+    def launch(self, batch: Batch) -> Landed:
         """Nothing for each sequence."""
-        return [StepResult() for _ in batch.steps]
+        return Landed([StepResult() for _ in batch.steps])
 
 
 @dataclass

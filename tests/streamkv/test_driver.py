@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamkv.batch import Batch, StepResult
+from streamkv.batch import Batch, Flight
 from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
 from streamkv.errors import EngineClosedError, SessionError
 from streamkv.sequence import Sequence
@@ -27,7 +27,12 @@ class IdleExecutor:
     def prepare(self, batch: Batch) -> None:
         raise AssertionError("no step is asked for")
 
-    def run(self, batch: Batch) -> list[StepResult]:
+    max_sequences = 1
+
+    def between_steps(self, idle: bool) -> bool:
+        return False
+
+    def launch(self, batch: Batch) -> Flight:
         raise AssertionError("no step is asked for")
 
     def postprocess(self, batch: Batch) -> None:

@@ -18,11 +18,10 @@ def sequence(seq_id: int, num_tokens: int) -> Sequence:
 def run(scheduler: Scheduler) -> list[tuple[int, int, Wanted]]:
     """Carry out everything; (sequence, tokens, wanted) of each step."""
     steps = []
-    while (scheduled := scheduler.schedule()) is not None:
-        work, batch = scheduled
-        [step] = batch.steps
+    while taken := scheduler.schedule():
+        [(work, step)] = taken
         step.sequence.advance(step.query_len)
-        scheduler.postprocess(work, batch)
+        scheduler.postprocess(work, step.query_len)
         steps.append((step.sequence.seq_id, step.query_len, step.wanted))
     return steps
 
@@ -83,7 +82,7 @@ def test_a_work_item_can_be_taken_back() -> None:
     work = Work(sequence(1, 20), 20)
     scheduler.add(work)
     scheduler.remove(work)
-    assert scheduler.schedule() is None and len(scheduler) == 0
+    assert scheduler.schedule() == [] and len(scheduler) == 0
 
 
 def test_a_stream_one_token_behind_its_chunks_takes_no_step_for_that_token() -> None:
@@ -95,9 +94,9 @@ def test_a_stream_one_token_behind_its_chunks_takes_no_step_for_that_token() -> 
         sequence.append(range(128))
         work = Work(sequence, sequence.num_pending - 1)
         scheduler.add(work)
-        while (scheduled := scheduler.schedule()) is not None:
-            _, batch = scheduled
-            sizes.append(batch.num_tokens)
-            sequence.advance(batch.num_tokens)
-            scheduler.postprocess(work, batch)
+        while taken := scheduler.schedule():
+            [(_, step)] = taken
+            sizes.append(step.query_len)
+            sequence.advance(step.query_len)
+            scheduler.postprocess(work, step.query_len)
     assert sizes == [127, 128, 128]

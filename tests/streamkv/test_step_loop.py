@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamkv.batch import Batch, StepResult, Wanted
+from streamkv.batch import Batch, Landed, StepResult, Wanted
 from streamkv.errors import EngineClosedError
 from streamkv.sequence import Sequence
 from streamkv.step_loop import Call, Compute, StepLoop
@@ -29,6 +29,14 @@ class NotingExecutor:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.before_step: Callable[[int], None] = lambda seq_id: None
+
+    max_sequences = 1
+
+    def between_steps(self, idle: bool) -> bool:
+        return False
+
+    def launch(self, batch: Batch) -> Landed:
+        return Landed(self.run(batch))
 
     def prepare(self, batch: Batch) -> None:
         [step] = batch.steps

@@ -1,0 +1,40 @@
+"""What callers ask of the engine's thread. Plain data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from streamkv.batch import Wanted
+from streamkv.sampling_params import SamplingParams
+from streamkv.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """Compute `num_tokens` pending tokens of `sequence`.
+
+    Attributes:
+        sequence: whose tokens.
+        num_tokens: how many.
+        wanted: NOTHING: the future's result is `None`; SCORES: float32 [n] log-probabilities;
+            LOGITS: what `on_logits` returns, or a `SampledToken` chosen by `params`.
+        on_logits: called on the engine's thread with float32 [vocab_size], unless the device
+            chose.
+        after_step: called on the engine's thread after each step, blocks already sealed.
+        params: with LOGITS: how the device may choose the token itself.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    wanted: Wanted = Wanted.NOTHING
+    on_logits: Callable[[Tensor], object] | None = None
+    after_step: Callable[[], None] | None = None
+    params: SamplingParams | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Run a function on the engine's thread, between two steps."""
+
+    function: Callable[[], object]
