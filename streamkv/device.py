@@ -15,7 +15,9 @@ from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
 from streamkv.model import ModelAdapter
+from streamkv.model_cache import cache_root
 from streamkv.runner import Runner
+from streamkv.sizing import table_capacity
 from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.pinning import CudaPageLock
@@ -103,4 +105,12 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
     # Imported only here: Triton is not there on every system.
     from streamkv.triton_runner import TritonRunner
 
-    return TritonRunner(adapter, pool.data, adapter.trained_length)
+    captures = config.compile == "auto"
+    return TritonRunner(
+        adapter,
+        pool.data,
+        adapter.trained_length,
+        capacity=table_capacity(config, adapter.spec) if captures else 0,
+        max_sequences=config.max_sessions,
+        cache=cache_root(),
+    )

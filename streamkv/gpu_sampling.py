@@ -123,14 +123,26 @@ class GpuSampler:
         Raises:
             ConfigError: a shape, stride or type that the kernels are not made for.
         """
+        gpu_sample.find_highest(logits, self._rows, self._scratch, out_ids, out_info)
+        if not self.choose_cut(logits, staged, out_ids, out_info):
+            gpu_sample.draw(logits, self._rows, self._scratch, out_ids, out_info)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, out_ids: Tensor, out_info: Tensor) -> None:
+        """What `sample` does for rows without top_k and top_p: of shape alone, for a graph."""
+        gpu_sample.find_highest(logits, self._rows, self._scratch, out_ids, out_info)
+        gpu_sample.draw(logits, self._rows, self._scratch, out_ids, out_info)
+
+    @torch.inference_mode()
+    def choose_cut(self, logits: Tensor, staged: Staged, out_ids: Tensor, out_info: Tensor) -> bool:
+        """After `choose`: choose again where there is a top_k or top_p; whether there is."""
         assert staged.serial == self._serial, (staged.serial, self._serial)
         assert staged.num_draws <= logits.shape[0], (staged.num_draws, logits.shape)
-        rows, scratch = self._rows, self._scratch
-        gpu_sample.find_highest(logits, rows, scratch, out_ids, out_info)
         if staged.num_cut:
             cut_rows, top_ks, top_ps = (column[: staged.num_cut] for column in self._cuts)
-            gpu_sample.find_edges(logits, rows, cut_rows, top_ks, top_ps)
-        gpu_sample.draw(logits, rows, scratch, out_ids, out_info)
+            gpu_sample.find_edges(logits, self._rows, cut_rows, top_ks, top_ps)
+            gpu_sample.draw(logits, self._rows, self._scratch, out_ids, out_info)
+        return staged.num_cut > 0
 
     @staticmethod
     def check(highest: float, token_index: int) -> None:

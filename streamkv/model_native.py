@@ -51,13 +51,10 @@ def native_weights(adapter: ModelAdapter) -> NativeWeights:
     Raises:
         NativeUnavailableError: another kind of model, or weights that cannot be read so.
     """
-    config = adapter.model.config
-    if config.model_type not in MODEL_TYPES or config.hidden_act != "silu":
-        raise NativeUnavailableError(f"model type {config.model_type!r} has no native decode step")
+    require_llama_shape(adapter)
     model: Any = adapter.model
     base: Any = adapter.base
     head = model.get_output_embeddings()
-    _require_plain(adapter, base, head)
     packed = _pack(base, head)
     decoder = DecoderWeights(
         layers=tuple(_layer(layer, packed) for layer in base.layers),
@@ -67,14 +64,22 @@ def native_weights(adapter: ModelAdapter) -> NativeWeights:
         num_q_heads=adapter.num_q_heads,
         num_kv_heads=adapter.spec.num_kv_heads,
         head_dim=adapter.head_dim,
-        eps=config.rms_norm_eps,
+        eps=model.config.rms_norm_eps,
         scale=adapter.scales[0],
     )
     return NativeWeights(decoder, packed)
 
 
-def _require_plain(adapter: ModelAdapter, base: Any, head: Any) -> None:
-    """Raise for what the shape allows and the native step does not know."""
+def require_llama_shape(adapter: ModelAdapter) -> None:
+    """Raise `NativeUnavailableError` for a model of another shape, or with parts it allows but
+    that our own steps do not know.
+    """
+    config = adapter.model.config
+    if config.model_type not in MODEL_TYPES or config.hidden_act != "silu":
+        raise NativeUnavailableError(f"model type {config.model_type!r} has no native decode step")
+    model: Any = adapter.model
+    base: Any = adapter.base
+    head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise NativeUnavailableError("the head has a bias")
     if getattr(base.rotary_emb, "attention_scaling", 1.0) != 1.0:

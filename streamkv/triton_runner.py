@@ -1,36 +1,49 @@
 """Runs a batch through the model on a GPU: the Triton kernels read blocks where they lie.
 
-The packed row holds the sequences with one query first, so that one decode call serves them all;
-the others attend by tiles. Tables are made on the host once per step and copied in one go. Nothing
-waits for the GPU until a result is read. In Triton's interpreter all of this runs on a CPU.
+A step of one query a sequence replays a captured graph; any other is run kernel by kernel, in one
+packed row, the sequences with one query first, so that one decode call serves them all. Nothing
+waits for the GPU until a result is read: tables, options and token ids travel from pinned memory,
+tokens are chosen on the device, and the next step reads them there. In Triton's interpreter all of
+this but the graphs runs on a CPU.
 """
 
-from typing import NamedTuple
+import logging
+from collections.abc import Sequence as Many
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.decode_graphs import BUCKETS, DecodeGraphs
+from streamkv.gpu_attention import GpuAttention
+from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn, to_device
+from streamkv.gpu_model import GpuModel
+from streamkv.gpu_sampling import Draw, GpuSampler
 from streamkv.kernels import gpu
-from streamkv.kernels.batch_table import BatchTable, batch_table
 from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.rows import score
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
-from streamkv.runner import build_table
+from streamkv.sampling_params import SamplingParams
 
-LOGIT_ROWS = 256
-"""Rows of logits made at once when scoring."""
+_log = logging.getLogger(__name__)
+
+MARGIN = 8192 + 513
+"""How far a chunk, a tile and a block reach beyond the largest distance in use."""
+
+LOGIT_BYTES = 256 * 2**20
+"""Bytes of logits made at once when scoring."""
+
+_NOT_DRAWN = Draw(SamplingParams(temperature=0.0), 0)
+"""For a row whose token the host chooses: what the device chooses there is not read."""
 
 
-class _Prefill(NamedTuple):
-    table: BatchTable
-    query_starts: Tensor
-    tiles: Tensor
-
-
-class _Decode(NamedTuple):
-    table: BatchTable
-    seen: Tensor
+def _draw(step: SequenceStep) -> Draw:
+    if not is_drawn(step):
+        return _NOT_DRAWN
+    assert step.params is not None
+    return Draw(step.params, step.start + step.query_len)
 
 
 class TritonRunner:
@@ -40,117 +53,150 @@ class TritonRunner:
         model: the adapter.
         pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim].
         max_distance: largest distance between a query and a key in use.
+        capacity: entries of a sequence in a captured step; 0 captures none.
+        max_sequences: of a step.
+        cache: directory for what was measured on this device.
     """
 
-    def __init__(self, model: ModelAdapter, pool: Tensor, max_distance: int) -> None:
+    def __init__(
+        self,
+        model: ModelAdapter,
+        pool: Tensor,
+        max_distance: int,
+        capacity: int = 0,
+        max_sequences: int = BUCKETS[-1],
+        cache: Path | None = None,
+    ) -> None:
         self.model = model
+        self.max_sequences = min(max_sequences, BUCKETS[-1])
         self._pool = pool
         self._device = pool.device
-        # A tile and a block reach a little beyond the largest distance in use.
-        self._rope = RopeTables(model.inv_freq.to(self._device), max_distance + 513)
+        self._rope = RopeTables(model.inv_freq.to(self._device), max_distance + MARGIN)
         self._shape = gpu.Shape.of(pool, model.num_q_heads, self._rope)
         self._softmax = {scale: gpu.Softmax(scale) for scale in set(model.scales)}
+        self._attention = GpuAttention(pool, self._rope, self._shape, self._softmax)
+        self._sampler = GpuSampler(model.vocab_size, self.max_sequences, self._device)
+        self._outputs = Outputs(self.max_sequences, self._device)
+        captures = capacity > 0 and self._device.type == "cuda"
+        self._gpu_model = GpuModel(model, self.max_sequences, cache, captures)
+        self._graphs = self._capture(capacity) if captures else None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps are captured."""
+        return self._graphs is not None
 
     def wait_until_fast(self) -> bool:
-        """Kernels are compiled at their first use, so there is nothing to wait for."""
-        return True
+        """Graphs are captured when the runner is made, so there is nothing to wait for."""
+        return self.has_graphs
 
     def close(self) -> None:
         """Nothing is left to end."""
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> list[StepResult]:
         """Compute the batch; one result per sequence, in the batch's order."""
-        singles = [step for step in batch.steps if step.query_len == 1]
-        longer = [step for step in batch.steps if step.query_len > 1]
-        ids: list[int] = []
-        slots: list[int] = []
-        begins: dict[int, int] = {}
-        for step in (*singles, *longer):
-            sequence = step.sequence
-            start, end = sequence.num_computed, sequence.num_computed + step.query_len
-            begins[id(step)] = len(ids)
-            ids.extend(sequence.next_ids(step.query_len))
-            slots.extend(sequence.table.slots(start, end))
-        input_ids = torch.tensor([ids], device=self._device)
-        attend = self._attention(torch.tensor(slots, device=self._device), singles, longer)
-        hidden = self.model.hidden(input_ids, attend)
-        return [
-            self._result(step, hidden[begins[id(step)] : begins[id(step)] + step.query_len])
-            for step in batch.steps
+        return self.launch(batch).results()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> GpuFlight:
+        """Start the batch."""
+        steps = batch.steps
+        if all(step.query_len == 1 and step.wanted is not Wanted.SCORES for step in steps):
+            captured = self._launch_graph(steps)
+            if captured is not None:
+                return captured
+        # A packed row has the parts of one query first, whatever the batch's order.
+        order = sorted(range(len(steps)), key=lambda index: steps[index].query_len > 1)
+        hidden, begins = self._hidden([steps[index] for index in order])
+        parts = {
+            index: hidden[begin : begin + steps[index].query_len]
+            for index, begin in zip(order, begins, strict=True)
+        }
+        wanted = [i for i, step in enumerate(steps) if step.wanted is Wanted.LOGITS]
+        rows: list[int | None] = [None] * len(steps)
+        for row, index in enumerate(wanted):
+            rows[index] = row
+        logits = None
+        if wanted:
+            logits = self.model.head(torch.cat([parts[index][-1:] for index in wanted]))
+            ids, info = self._chosen(len(wanted))
+            staged = self._sampler.stage([_draw(steps[index]) for index in wanted])
+            self._sampler.sample(logits, staged, ids, info)
+        scores = [
+            self._scores(step, parts[index]) if step.wanted is Wanted.SCORES else None
+            for index, step in enumerate(steps)
         ]
+        return self._outputs.send(steps, rows, logits, scores)
 
-    def _table(self, steps: list[SequenceStep]) -> tuple[BatchTable, Tensor]:
-        """Tables and first queries of the steps, on the host."""
-        tables, windows, starts = [], [], []
+    def _launch_graph(self, steps: Many[SequenceStep]) -> GpuFlight | None:
+        if self._graphs is None or not self._graphs.fits(steps):
+            return None
+        staged = self._sampler.stage([_draw(step) for step in steps])
+        logits = self._graphs.launch(steps)
+        self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
+        return self._outputs.send(steps, list(range(len(steps))), logits, [None] * len(steps))
+
+    def _chosen(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Where the tokens of so many rows are chosen."""
+        return self._outputs.ids[:num_rows], self._outputs.info[:num_rows]
+
+    def _hidden(self, steps: list[SequenceStep]) -> tuple[Tensor, list[int]]:
+        """Hidden states of the packed row, and where each part begins."""
+        ids: list[int] = []
+        sources: list[int] = []
+        slots: list[int] = []
+        begins: list[int] = []
         for step in steps:
-            sequence, begin = step.sequence, step.sequence.num_computed
-            entries = sequence.table.entries(sequence.window, begin, begin + step.query_len)
-            tables.append(build_table(*entries))
-            windows.append(sequence.window.window_size)
-            starts.append(begin)
-        capacity = max(table.num_entries for table in tables)
-        # A few capacities, so that few tables differ in shape.
-        capacity = -(-capacity // 16) * 16
-        return batch_table(tables, windows, [self._pool], capacity, "cpu"), torch.tensor(starts)
-
-    def _decode(self, steps: list[SequenceStep]) -> _Decode | None:
-        if not steps:
-            return None
-        host, starts = self._table(steps)
-        table = host.to(self._device)
-        return _Decode(table, gpu.plan_decode(table, starts.to(self._device), 1))
-
-    def _prefill(self, steps: list[SequenceStep]) -> _Prefill | None:
-        if not steps:
-            return None
-        host, starts = self._table(steps)
-        rows = gpu.prefill_launch(self._shape).rows
-        counts = [step.query_len for step in steps]
-        tiles = gpu.prefill_tiles(host, starts, counts, self._shape, rows)
-        device = self._device
-        return _Prefill(host.to(device), starts.to(device), tiles.to(device))
-
-    def _attention(
-        self, slots: Tensor, singles: list[SequenceStep], longer: list[SequenceStep]
-    ) -> Attend:
-        pool, rope, num_singles = self._pool, self._rope, len(singles)
-        few, many = self._decode(singles), self._prefill(longer)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            softmax = self._softmax[scale]
-            gpu.write_kv(pool, k, v, slots, layer, rope)
-            outs = []
-            if few is not None:
-                part = q[:num_singles]
-                outs.append(gpu.decode(part, pool, layer, few.table, few.seen, rope, softmax)[0])
-            if many is not None:
-                part, table = q[num_singles:], many.table
-                found = gpu.prefill(
-                    part, pool, layer, table, many.query_starts, many.tiles, rope, softmax
-                )
-                outs.append(found[0])
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-        return attend
-
-    def _result(self, step: SequenceStep, hidden: Tensor) -> StepResult:
-        match step.wanted:
-            case Wanted.NOTHING:
-                return StepResult()
-            case Wanted.LOGITS:
-                return StepResult(logits=self.model.logits(hidden[-1:])[0].cpu())
-            case Wanted.SCORES:
-                return StepResult(scores=self._scores(step, hidden))
+            begins.append(len(ids))
+            is_ahead = step.source is not None
+            ids.extend([0] if is_ahead else step.sequence.next_ids(step.query_len))
+            sources.extend([-1 if step.source is None else step.source] * step.query_len)
+            slots.extend(step.sequence.table.slots(step.start, step.start + step.query_len))
+        columns = to_device(torch.tensor([ids, sources, slots]), self._device)
+        input_ids, where, slot_mapping = columns.unbind(0)
+        if any(source >= 0 for source in sources):
+            chosen = self._outputs.ids[where.clamp(min=0)]
+            input_ids = torch.where(where >= 0, chosen, input_ids)
+        attend = self._attention.plan(steps, slot_mapping)
+        return self._gpu_model.hidden(input_ids[None], attend), begins
 
     def _scores(self, step: SequenceStep, hidden: Tensor) -> Tensor:
         available = min(step.query_len + 1, step.sequence.num_pending)
-        targets = torch.tensor(step.sequence.next_ids(available)[1:], device=self._device)
+        ids = torch.tensor(step.sequence.next_ids(available)[1:], dtype=torch.int64)
+        targets = to_device(ids, self._device)
+        rows = max(1, LOGIT_BYTES // (self.model.vocab_size * hidden.element_size()))
         found = [
-            self.model.logits(hidden[low : low + len(part)])
-            .log_softmax(1)
-            .gather(1, part[:, None])[:, 0]
-            for low in range(0, len(targets), LOGIT_ROWS)
-            if len(part := targets[low : low + LOGIT_ROWS].long())
+            score(self.model.head(hidden[low : low + len(part)]), part)
+            for low in range(0, len(targets), rows)
+            if len(part := targets[low : low + rows])
         ]
-        return torch.cat(found).cpu() if found else torch.empty(0)
+        return torch.cat(found) if found else torch.empty(0, device=self._device)
+
+    def _capture(self, capacity: int) -> DecodeGraphs | None:
+        decoder = self._gpu_model.decoder
+        try:
+            return DecodeGraphs(
+                self._forward,
+                lambda logits: self._sampler.choose(logits, *self._chosen(len(logits))),
+                self._pool,
+                self._rope,
+                self._shape,
+                self._softmax,
+                self.max_sequences,
+                capacity,
+                None if decoder is None else decoder.mixed,
+                pdl=decoder is not None and decoder.pdl,
+            )
+        # Whatever a model of unknown make does while it is captured, the answer is the same.
+        except Exception as error:
+            _log.warning("decode steps run without graphs: %s", error)
+            return None
+
+    @torch.inference_mode()
+    def _forward(self, ids: Tensor, sources: Tensor, attend: Attend) -> Tensor:
+        decoder = self._gpu_model.decoder
+        if decoder is not None:
+            return decoder.logits(ids, sources, self._outputs.ids, attend)
+        chosen = self._outputs.ids[sources.clamp(min=0)]
+        ids = torch.where(sources >= 0, chosen, ids)
+        return self.model.head(self._gpu_model.hidden(ids[None], attend))

@@ -1,0 +1,170 @@
+"""What a step on a GPU returns: on its way to the host until somebody reads it.
+
+Results are copied into pinned memory behind the step, and an event marks their arrival. There are
+more sets of buffers than steps under way, and a step is read before its set is used again.
+"""
+
+from collections.abc import Sequence as Many
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamkv.batch import SequenceStep, StepResult, Wanted
+from streamkv.errors import ModelError
+from streamkv.gpu_sampling import GpuSampler, samples_on_gpu
+from streamkv.sampling import SampledToken
+
+_NUM_SETS = 4
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that nothing waits for: torch keeps the pinned one until it is made."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class _Arrival:
+    """Marks a place in the stream of the device; everywhere else nothing is pending."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+            self._event.record(torch.cuda.current_stream(device))
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def is_drawn(step: SequenceStep) -> bool:
+    """Whether the device chooses the token after a part."""
+    params = step.params if step.wanted is Wanted.LOGITS else None
+    return params is not None and samples_on_gpu(params)
+
+
+class GpuFlight:
+    """A step under way on a GPU.
+
+    Args:
+        steps: its parts.
+        rows: where among the chosen tokens each part is, if there.
+        ids, info: of `GpuSampler.sample`, on the host once arrived.
+        logits: float32, on the host once arrived, of the parts whose token the host chooses.
+        scores: of each part, on the host once arrived.
+        arrival: when.
+    """
+
+    def __init__(
+        self,
+        steps: Many[SequenceStep],
+        rows: list[int | None],
+        ids: Tensor,
+        info: Tensor,
+        logits: dict[int, Tensor],
+        scores: list[Tensor | None],
+        arrival: _Arrival,
+    ) -> None:
+        self._steps = steps
+        self._rows = [
+            row if is_drawn(step) else None for step, row in zip(steps, rows, strict=True)
+        ]
+        self._ids, self._info = ids, info
+        self._logits = logits
+        self._scores = scores
+        self._arrival = arrival
+        self._results: list[StepResult] | None = None
+
+    @property
+    def sources(self) -> Many[int | None]:
+        """For each part: where the token after it is on the device, if it is."""
+        return self._rows
+
+    def done(self) -> bool:
+        """Whether everything has arrived; never waits."""
+        return self._arrival.done()
+
+    def results(self) -> list[StepResult]:
+        """Wait for everything; one result for each part, in the batch's order."""
+        if self._results is None:
+            self._arrival.wait()
+            ids, info = self._ids.tolist(), self._info.tolist()
+            self._results = [
+                self._result(index) if row is None else _token(step, ids[row], *info[row])
+                for index, (step, row) in enumerate(zip(self._steps, self._rows, strict=True))
+            ]
+        return self._results
+
+    def _result(self, index: int) -> StepResult:
+        return StepResult(scores=self._scores[index], logits=self._logits.get(index))
+
+
+def _token(step: SequenceStep, token_id: int, margin: float, highest: float) -> StepResult:
+    try:
+        GpuSampler.check(highest, step.start + step.query_len)
+    except ModelError as error:
+        return StepResult(error=error)
+    return StepResult(token=SampledToken(token_id, margin))
+
+
+class Outputs:
+    """Where tokens are chosen on the device, and the way to the host.
+
+    Args:
+        max_rows: rows of the largest step.
+        device: of the steps.
+
+    Attributes:
+        ids: int64 [max_rows] on the device, the tokens that the newest step chose.
+        info: float32 [max_rows, 2] on the device, as `GpuSampler.sample` writes it.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.info = torch.zeros(max_rows, 2, device=device)
+        self._device = device
+        pin = device.type == "cuda"
+        self._sets = [
+            (
+                torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin),
+                torch.zeros(max_rows, 2, pin_memory=pin),
+            )
+            for _ in range(_NUM_SETS)
+        ]
+        self._turn = 0
+
+    def send(
+        self,
+        steps: Many[SequenceStep],
+        rows: list[int | None],
+        logits: Tensor | None,
+        scores: list[Tensor | None],
+    ) -> GpuFlight:
+        """Send what a step returns to the host; the arguments are those of `GpuFlight`."""
+        ids, info = self._sets[self._turn]
+        self._turn = (self._turn + 1) % _NUM_SETS
+        if any(is_drawn(step) for step in steps):
+            ids.copy_(self.ids, non_blocking=True)
+            info.copy_(self.info, non_blocking=True)
+        sent = {
+            index: self._to_host(logits[row].float())
+            for index, row in enumerate(rows)
+            if logits is not None
+            and row is not None
+            and steps[index].wanted is Wanted.LOGITS
+            and not is_drawn(steps[index])
+        }
+        arrived = [None if each is None else self._to_host(each) for each in scores]
+        arrival = _Arrival(self._device)
+        return GpuFlight(steps, rows, ids, info, sent, arrived, arrival)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

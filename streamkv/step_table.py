@@ -1,0 +1,163 @@
+"""What a captured decode step reads of its sequences: one buffer on the host, copied in one go.
+
+A row of the table belongs to one sequence for as long as it stays in the batch, and its entries
+change only when a block comes or goes (`BlockTable.version`), so that a step writes a handful of
+numbers. The host writes into one of two pinned buffers while the copy out of the other may still be
+pending; a buffer is reused once its copy is done. Unused rows have no entries and no slot.
+"""
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from streamkv.batch import SequenceStep
+from streamkv.kernels.batch_table import BatchTable
+
+_PER_ROW = ("ids", "sources", "slots", "query_starts", "window_sizes")
+_PER_ENTRY = ("addresses", "starts", "caps")
+
+Int64s = npt.NDArray[np.int64]
+
+
+class _Layout:
+    """Where the columns lie in a buffer of 64-bit words."""
+
+    def __init__(self, num_rows: int, capacity: int) -> None:
+        self.num_rows, self.capacity = num_rows, capacity
+        row, table = num_rows, num_rows * capacity
+        sizes = [row] * len(_PER_ROW) + [table] * len(_PER_ENTRY)
+        # Two columns of 32-bit numbers of each kind share the words of one.
+        sizes += [row, table]
+        self.ends = np.cumsum(sizes).tolist()
+
+    @property
+    def num_words(self) -> int:
+        words: int = self.ends[-1]
+        return words
+
+    def columns(self, words: Any, narrow: Any) -> dict[str, Any]:
+        """Views by name of an array or a tensor; `narrow` views words as 32-bit numbers."""
+        parts = [words[a:b] for a, b in zip([0, *self.ends[:-1]], self.ends, strict=True)]
+        shape = (self.num_rows, self.capacity)
+        found = dict(zip(_PER_ROW, parts, strict=False))
+        for name, part in zip(_PER_ENTRY, parts[len(_PER_ROW) :], strict=False):
+            found[name] = part.reshape(shape)
+        counts, valid = narrow(parts[-2]), narrow(parts[-1])
+        found["num_entries"], found["num_sink_entries"] = counts.reshape(2, self.num_rows)
+        found["first_valid"], found["end_valid"] = valid.reshape(2, *shape)
+        return found
+
+
+class StepTable:
+    """Rows of the decode steps of one bucket.
+
+    Args:
+        num_rows: of the bucket.
+        capacity: entries that a sequence may have.
+        pool: the gpu pool whose blocks the entries name.
+
+    Attributes:
+        ids, sources, slots, query_starts: int64 [num_rows] on the device; see `rows.embed`.
+        table: entries on the device.
+    """
+
+    def __init__(self, num_rows: int, capacity: int, pool: Tensor) -> None:
+        device = pool.device
+        self._layout = layout = _Layout(num_rows, capacity)
+        self._host: Int64s = np.zeros(layout.num_words, dtype=np.int64)
+        self._columns = layout.columns(self._host, lambda words: words.view(np.int32))
+        self._is_cuda = device.type == "cuda"
+        self._staging = [
+            torch.zeros(layout.num_words, dtype=torch.int64, pin_memory=self._is_cuda)
+            for _ in range(2)
+        ]
+        self._copied: list[Any] = [None, None]
+        self._turn = 0
+        self._device = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
+        found = layout.columns(self._device, lambda words: words.view(torch.int32))
+        self.ids, self.sources, self.slots = found["ids"], found["sources"], found["slots"]
+        self.query_starts = found["query_starts"]
+        self.table = BatchTable(
+            # The kernels read addresses; ids are for the twins.
+            block_ids=found["addresses"],
+            addresses=found["addresses"],
+            starts=found["starts"],
+            caps=found["caps"],
+            first_valid=found["first_valid"],
+            end_valid=found["end_valid"],
+            num_entries=found["num_entries"],
+            num_sink_entries=found["num_sink_entries"],
+            window_sizes=found["window_sizes"],
+        )
+        self._pool_address = pool.data_ptr()
+        self._block_bytes = pool.stride(0) * pool.element_size()
+        self._in_row: list[object] = [None] * num_rows
+        self._clear(0, num_rows)
+
+    def fits(self, steps: Rows[SequenceStep]) -> bool:
+        """Whether every sequence has room for its entries."""
+        # A live block has at most a sink entry and a window entry for each run of sinks in it.
+        most = max(len(s.sequence.table) + 2 * len(s.sequence.window.sink_ranges) for s in steps)
+        return most <= self._layout.capacity
+
+    def write(self, steps: Rows[SequenceStep]) -> None:
+        """Describe a step of one query a sequence; the copy is on the current stream."""
+        columns = self._columns
+        for row, step in enumerate(steps):
+            sequence, start = step.sequence, step.start
+            source = -1 if step.source is None else step.source
+            columns["sources"][row] = source
+            columns["ids"][row] = sequence.pending[0] if source < 0 else 0
+            columns["slots"][row] = sequence.table.slot(start)
+            columns["query_starts"][row] = start
+            held = (sequence.seq_id, sequence.table.version, sequence.window)
+            if self._in_row[row] != held:
+                self._fill(row, step)
+                self._in_row[row] = held
+        self._clear(len(steps), self._layout.num_rows)
+        self._upload()
+
+    def _fill(self, row: int, step: SequenceStep) -> None:
+        sequence, columns = step.sequence, self._columns
+        # To the end of the block, so that the row holds for every query of it: attention itself
+        # ends at the query.
+        end = (step.start // sequence.block_size + 1) * sequence.block_size
+        sinks, recent = sequence.table.entries(sequence.window, step.start, end)
+        entries = np.array([entry[1:] for entry in (*sinks, *recent)], dtype=np.int64)
+        count = len(entries)
+        assert count <= self._layout.capacity, (count, self._layout.capacity)
+        ids, starts, caps, first, last = entries.T
+        columns["addresses"][row, :count] = self._pool_address + ids * self._block_bytes
+        columns["starts"][row, :count] = starts
+        columns["caps"][row, :count] = caps
+        columns["first_valid"][row, :count] = first
+        columns["end_valid"][row, :count] = last
+        columns["num_entries"][row] = count
+        columns["num_sink_entries"][row] = len(sinks)
+        columns["window_sizes"][row] = sequence.window.window_size
+
+    def _clear(self, first: int, end: int) -> None:
+        for row in range(first, end):
+            if self._in_row[row] is not None or first == 0:
+                self._columns["num_entries"][row] = 0
+                self._columns["slots"][row] = -1
+                self._columns["sources"][row] = -1
+                self._columns["ids"][row] = 0
+                self._in_row[row] = None
+
+    def _upload(self) -> None:
+        turn = self._turn
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()
+        np.copyto(self._staging[turn].numpy(), self._host)
+        self._device.copy_(self._staging[turn], non_blocking=True)
+        if self._is_cuda:
+            if self._copied[turn] is None:
+                # torch has no type for it.
+                self._copied[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied[turn].record()
+        self._turn = 1 - turn
