@@ -4,22 +4,25 @@
 
 Wall time per step as the callers see it: sessions that generate at the same time, each through its
 own iterator; so scheduling, tables, sampling and hand-over are in it. Checked first: what the
-captured step says of its tokens is what scoring says of them.
+captured step says of its tokens is what scoring says of them. Then the same while blocks are
+demoted into pinned memory, and the time of a token against computing its window anew.
 """
 
 import asyncio
-import random
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from common import arguments, finish, greedy, pieces, require, say
-from random_model import LLAMA_8B, random_adapter, random_engine
+from random_model import LLAMA_8B, engine_config, ids, random_adapter, random_engine
 from report import Report, median
 
-from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv import Engine, SamplingParams, Session
+from streamkv.device import make_transfer
 from streamkv.model import ModelAdapter
 
 BOUNDS = {(1, 4096): 4.5, (1, 32768): 5.4, (16, 4096): 6.7, (64, 4096): 12.8}
@@ -30,26 +33,6 @@ VLLM = {(1, 4096): 5.18, (1, 32768): 6.11, (16, 4096): 7.28, (64, 4096): 14.01}
 
 SKIPPED = 24
 """First steps, in which sessions find together and clocks rise."""
-
-
-def ids(seed: int, num_tokens: int) -> list[int]:
-    """Random token ids that the tokenizer knows."""
-    return random.Random(seed).choices(range(100, 40000), k=num_tokens)
-
-
-def engine_config(window_size: int, max_sessions: int, **others: object) -> EngineConfig:
-    """An engine that keeps nothing below the gpu pool unless told otherwise."""
-    options: dict[str, object] = {
-        "window_size": window_size,
-        "num_sink_tokens": 4,
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "max_sessions": max_sessions,
-        "prefill_chunk": min(4096, window_size),
-        "retain": "none",
-        "cpu_bytes": 0,
-    }
-    return EngineConfig(**{**options, **others})  # type: ignore[arg-type]
 
 
 def fed(engine: Engine, name: str, seed: int, num_tokens: int) -> Session:
@@ -97,15 +80,82 @@ def check(engine: Engine) -> None:
     require(mean < 0.1 and max(differences) < 0.5, f"log-probabilities differ by {mean:g}")
 
 
+def recompute_ms(engine: Engine, window_size: int) -> float:
+    """Milliseconds of a token whose window is computed anew by the engine's own prefill."""
+    spans = []
+    for turn in range(6):
+        tokens = ids(100 + turn, window_size + 4)
+        with engine.session(f"anew {turn}") as session:
+            session.feed([tokens[:-1]]).run()
+            began = time.perf_counter()
+            session.feed([tokens[-1:]]).run()
+            session.generate(greedy(1)).run()
+            spans.append(time.perf_counter() - began)
+    return 1000 * median(spans[1:])
+
+
+class Demoting:
+    """Copies blocks of the gpu pool to pinned memory at an even rate, on the tiers' own stream.
+
+    Args:
+        engine: whose blocks.
+        interval_s: between two blocks.
+    """
+
+    def __init__(self, engine: Engine, interval_s: float) -> None:
+        pool = engine._gpu_pool
+        self._transfer = make_transfer(pool)
+        self._out = torch.empty(pool.spec.block_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._num_blocks = pool.num_blocks
+        self.count = 0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        due = time.perf_counter()
+        while not self._stop.is_set():
+            self._transfer.demote(self.count % self._num_blocks, self._out).wait()
+            self.count += 1
+            due += self._interval_s
+            self._stop.wait(max(0.0, due - time.perf_counter()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def measure_demotion(
+    report: Report, engine: Engine, sessions: Sequence[Session], steps_per_block: int, ms: float
+) -> None:
+    """The same steps while blocks leave the GPU, in turns with steps alone."""
+    alone, beside = [ms], []
+    for _ in range(3):
+        with Demoting(engine, ms * steps_per_block / 1000) as demoting:
+            beside.append(step_ms(sessions, 150))
+        alone.append(step_ms(sessions, 150))
+    slowdown = median(beside) / median(alone)
+    name = f"demotion_{len(sessions)}_sessions_slowdown"
+    report.add(name, slowdown, "x", bound=1.03, blocks=demoting.count)
+    say(f"  a block every {steps_per_block} steps: {slowdown:.4f} x, {demoting.count} blocks")
+
+
 def measure(
     report: Report, adapter: ModelAdapter, window_size: int, batches: Sequence[int], tokens: int
 ) -> None:
     """One engine; batches of sessions with full windows."""
     began = time.monotonic()
-    with random_engine(adapter, engine_config(window_size, max(2, *batches))) as engine:
+    with random_engine(
+        adapter, engine_config(window_size, max(2, *batches) + 1, prefill_chunk=8192)
+    ) as engine:
         say(f"  engine ready after {time.monotonic() - began:.1f} s")
         check(engine)
-        sessions = [fed(engine, f"s{i}", i, window_size + 64) for i in range(max(batches))]
+        # Blocks of different sessions are full at different steps.
+        sessions = [fed(engine, f"s{i}", i, window_size + 64 + i) for i in range(max(batches))]
         for batch in batches:
             ms = median([step_ms(sessions[:batch], tokens) for _ in range(3)])
             shape = (batch, window_size)
@@ -117,6 +167,14 @@ def measure(
                 peers={"vllm_0.24.0_other_run": VLLM[shape]} if shape in VLLM else None,
             )
             say(f"  {batch} x {window_size}: {ms:.3f} ms per step")
+            if window_size == 4096 and batch in (1, 64):
+                steps_per_block = 4 if batch == 1 else 1
+                measure_demotion(report, engine, sessions[:batch], steps_per_block, ms)
+            if window_size == 4096 and batch == 1:
+                anew = recompute_ms(engine, window_size)
+                report.add("window_recomputed_ms", anew, "ms")
+                report.add("recompute_ratio", anew / ms, "x", bound=22.0, better="higher")
+                say(f"  window computed anew: {anew:.1f} ms, {anew / ms:.1f} times a step")
 
 
 def main() -> int:

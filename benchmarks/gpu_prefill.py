@@ -1,24 +1,28 @@
-"""Window prefill on a GPU: attention of one chunk, against peers in the same run.
+"""Window prefill on a GPU: attention of one chunk against peers in the same run, then the engine.
 
-    python benchmarks/gpu_prefill.py [--quick]
+    python benchmarks/gpu_prefill.py [--tokenizer DIR] [--quick]
 
 The heads are those of Llama-3.1-8B (32 query heads, 8 KV heads, head_dim 128, bf16): a chunk of
 8,192 tokens deep in a stream, window 4,096 and 4 sink tokens. It is checked against the oracle
 first. Calls go round over several layers, so that none finds its KV in the cache. Peers: Triton's
 prefill kernel of this repository, torch's flex_attention with the same mask over contiguous keys;
-the mark is cuDNN's causal attention of 8,192 tokens, which does as many products.
+the mark is cuDNN's causal attention of 8,192 tokens, which does as many products. The engine
+then feeds 32,768 tokens through a model of that shape with random weights.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import arguments, finish, require, say
+from common import arguments, finish, greedy, pieces, require, say
+from random_model import LLAMA_8B, engine_config, ids, random_adapter, random_engine
 from report import Report, median
 from torch import Tensor
 
+from streamkv import Engine
 from streamkv.kernels import batch_reference, gpu, window_prefill
 from streamkv.kernels.batch_table import BatchTable, batch_table
 from streamkv.kernels.causal import Squares, choose_squares
@@ -32,6 +36,11 @@ CHUNK, WINDOW, SINKS, START = 8192, 4096, 4, 24576
 LAYERS, MODEL_LAYERS = 6, 32
 BOUND_US = 4.5
 """Attention of 32 layers for each token: what 36,000 tokens/s leave it beside the rest."""
+ENGINE_TOKENS = 32768
+BOUND_RATE = 36000
+"""Tokens a second of the whole model."""
+VLLM_RATE = 37900
+"""vLLM 0.24.0 on an H200 with the same sliding window; measured apart, not in this run."""
 WARM_S = 0.4
 SLICE = 32
 FLOPS = 4 * CHUNK * WINDOW * DIM * Q_HEADS
@@ -248,9 +257,41 @@ def measure_attention(report: Report, *, quick: bool) -> None:
     say(f"  one layer: {ms:.4f} ms; {shown}")
 
 
+def measure_engine(report: Report, tokenizer: Path | None, *, quick: bool) -> None:
+    """Tokens a second of a feed through the whole engine, until its last token is computed."""
+    adapter = random_adapter(LLAMA_8B, tokenizer)
+    for chunk in (8192,) if quick else (8192, 16384):
+        config = engine_config(WINDOW, 2, prefill_chunk=chunk)
+        with random_engine(adapter, config) as engine:
+            rates = [feed_rate(engine, turn) for turn in range(2 if quick else 5)]
+        # The first one compiles.
+        rate = median(rates[1:])
+        report.add(
+            f"engine_{chunk}_tokens_per_s",
+            rate,
+            "tokens/s",
+            bound=BOUND_RATE if chunk == 8192 else None,
+            better="higher",
+            peers={"vllm_0.24.0_other_run": VLLM_RATE},
+        )
+        say(f"  chunk {chunk}: {rate:,.0f} tokens/s of {[round(rate) for rate in rates]}")
+
+
+def feed_rate(engine: Engine, turn: int) -> float:
+    """Tokens a second from an empty session to the token after its last one."""
+    tokens = ids(turn, ENGINE_TOKENS)
+    with engine.session(f"feed {turn}") as session:
+        began = time.perf_counter()
+        session.feed(pieces(tokens, engine.config.prefill_chunk)).run()
+        session.generate(greedy(1)).run()
+        return ENGINE_TOKENS / (time.perf_counter() - began)
+
+
 def main() -> int:
     """Measure; 0 if every bound is kept."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 2
@@ -258,6 +299,8 @@ def main() -> int:
     report = Report("gpu_prefill")
     with torch.inference_mode():
         measure_attention(report, quick=options.quick)
+    torch.cuda.empty_cache()
+    measure_engine(report, options.tokenizer, quick=options.quick)
     return finish(report, quick=options.quick)
 
 

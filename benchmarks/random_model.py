@@ -3,6 +3,7 @@
 The weights are made on the device; the engine, from its scheduler down, is the real one.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,3 +66,23 @@ def random_engine(adapter: ModelAdapter, config: EngineConfig) -> Iterator[Engin
         engine = Engine("random", config)
     with engine:
         yield engine
+
+
+def ids(seed: int, num_tokens: int) -> list[int]:
+    """Random token ids that the tokenizer knows."""
+    return random.Random(seed).choices(range(100, 40000), k=num_tokens)
+
+
+def engine_config(window_size: int, max_sessions: int, **others: object) -> EngineConfig:
+    """An engine that keeps nothing below the gpu pool unless told otherwise."""
+    options: dict[str, object] = {
+        "window_size": window_size,
+        "num_sink_tokens": 4,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_sessions": max_sessions,
+        "prefill_chunk": min(4096, window_size),
+        "retain": "none",
+        "cpu_bytes": 0,
+    }
+    return EngineConfig(**{**options, **others})  # type: ignore[arg-type]
