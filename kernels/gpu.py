@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 MAX_DECODE_QUERIES = 8
+DECODE_AHEAD = True
+"""With PDL, ask the L2 cache for a program's first block while the kernel before still runs."""
+
 _COPY_WORDS = 1024
 _SEEN_ENTRIES = 256
 
@@ -262,6 +265,7 @@ def decode(
         SPLITS=scratch.splits,
         HAS_SOFTCAP=softmax.softcap is not None,
         PDL=pdl,
+        AHEAD=DECODE_AHEAD and shape.head_dim == triton.next_power_of_2(shape.head_dim),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **_pdl_option(pdl),

@@ -96,6 +96,7 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Partial out float32 [S, KV heads, SPLITS, ROWS, DIM]; lse, base 2, without DIM."""
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -108,7 +109,7 @@ def decode_kernel(
     head_offset = head * (BLOCK * DIM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if (DIM == DIM_PAD) & (first_entry < end_entry):
+        if AHEAD & (first_entry < end_entry):
             ahead = tl.load(addresses + seq * capacity + first_entry) + layer_bytes
             line = tl.arange(0, BLOCK * DIM_PAD // 64) * 64
             lines = ahead.to(tl.pointer_type(dtype)) + head_offset + line

@@ -1,5 +1,6 @@
 """The engine: a model, its pools and store, its own thread, and the sessions that share them."""
 
+import gc
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -65,6 +66,7 @@ class Engine:
             # workers, and with more workers than processors none of them waits awake any more.
             # Measured on two cores: 2,900 sleeps in a step of 512 tokens, a quarter of its time.
             self._loop.submit(Call(lambda: self._open(model, on_progress))).result()
+            self._keep_from_collector()
         except BaseException:
             self._loop.close()
             raise
@@ -89,6 +91,15 @@ class Engine:
         )
         self._store = Store.open(self.config, self._adapter)
         self._open_tiers()
+
+    def _keep_from_collector(self) -> None:
+        """Keep what is loaded now out of Python's garbage collections.
+
+        A full collection looks at every object of torch and of the model; measured with 64 sessions
+        it stopped all of them for 350 ms, once in a hundred steps.
+        """
+        gc.collect()
+        gc.freeze()
 
     def _open_tiers(self) -> None:
         try:
@@ -210,6 +221,7 @@ class Engine:
                 self._cpu_pool.close()
                 if self._store is not None:
                     self._store.close()
+                gc.unfreeze()
 
     def __enter__(self) -> Self:
         return self

@@ -151,7 +151,8 @@ class Flights:
         row = self._ahead.pop(work.sequence, None)
         if row is None or not _answers(row, work):
             return False
-        row.job = job
+        # A row that kept the one before would keep the whole stream.
+        row.job, row.parent = job, None
         self._executor.postprocess(Batch((row.step,)))
         if job.operation.after_step is not None:
             job.operation.after_step()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
-from streamkv.decode_graphs import BUCKETS, DecodeGraphs
+from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
 from streamkv.gpu_attention import GpuAttention
 from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn, to_device
 from streamkv.gpu_model import GpuModel
@@ -69,16 +69,17 @@ class TritonRunner:
     ) -> None:
         self.model = model
         self.max_sequences = min(max_sequences, BUCKETS[-1])
+        num_rows = max(buckets_for(self.max_sequences))
         self._pool = pool
         self._device = pool.device
         self._rope = RopeTables(model.inv_freq.to(self._device), max_distance + MARGIN)
         self._shape = gpu.Shape.of(pool, model.num_q_heads, self._rope)
         self._softmax = {scale: gpu.Softmax(scale) for scale in set(model.scales)}
         self._attention = GpuAttention(pool, self._rope, self._shape, self._softmax)
-        self._sampler = GpuSampler(model.vocab_size, self.max_sequences, self._device)
-        self._outputs = Outputs(self.max_sequences, self._device)
+        self._sampler = GpuSampler(model.vocab_size, num_rows, self._device)
+        self._outputs = Outputs(num_rows, self._device)
         captures = capacity > 0 and self._device.type == "cuda"
-        self._gpu_model = GpuModel(model, self.max_sequences, cache, captures)
+        self._gpu_model = GpuModel(model, num_rows, cache, captures)
         self._graphs = self._capture(capacity) if captures else None
 
     @property
