@@ -6,6 +6,7 @@ once, at the start; a step that none fits is run without one by the caller.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +28,21 @@ Choose = Callable[[Tensor], None]
 """Chooses the token of each row of logits, into a static buffer."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """One bucket: its tables, its graph and the logits that it writes."""
+    """One bucket.
 
-    def __init__(self, table: StepTable, graph: Any, logits: Tensor) -> None:
-        self.table = table
-        self.graph = graph
-        self.logits = logits
+    Attributes:
+        table: what it reads of its sequences.
+        graph: the captured step.
+        logits: what it writes.
+        kept: memory made outside the capture, which the graph uses for as long as it lives.
+    """
+
+    table: StepTable
+    graph: Any
+    logits: Tensor
+    kept: tuple[object, ...]
 
 
 class DecodeGraphs:
@@ -135,7 +144,7 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = body()
         self._memory = self._memory or graph.pool()
-        return _Step(table, graph, logits)
+        return _Step(table, graph, logits, (seen, scratch))
 
 
 def buckets_for(max_rows: int) -> list[int]:
