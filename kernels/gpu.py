@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MAX_DECODE_QUERIES = 8
-DECODE_AHEAD = True
+DECODE_AHEAD = False
 """With PDL, ask the L2 cache for a program's first block while the kernel before still runs."""
 
 _COPY_WORDS = 1024

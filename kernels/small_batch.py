@@ -16,7 +16,7 @@ from streamkv.kernels.triton_small_batch import product_kernel
 
 MAX_ROWS = 64
 _SHARED_BYTES = 200 * 1024
-_AHEAD_BYTES = 24 * 2**20
+_AHEAD_BYTES = 8 * 2**20
 """Half the L2 cache of an H100: what is asked for ahead must not push out what is being read."""
 
 
