@@ -236,6 +236,8 @@ def decode(
     whole = seen.shape == (q.shape[0], table.capacity, 4) and seen.is_contiguous()
     require("seen", list(seen.shape), whole, f"Pass {[q.shape[0], table.capacity, 4]}.")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    fits = out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    require("out", list(out.shape), fits, f"Pass contiguous {q.dtype} {list(q.shape)}.")
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not q.shape[0]:
         return out, lse
@@ -246,6 +248,9 @@ def decode(
     rows = decode_rows(shape, num_queries)
     launch = decode_launch(shape, rows) if launch is None else launch
     constants = shape.constants() | {"QUERIES": num_queries, "ROWS": rows}
+    has_sinks = softmax.sink_logits is not None
+    # Where there are none, any pointer will do: it is not read.
+    sinks = softmax.sink_logits if has_sinks else lse
     decode_kernel[(num_sequences, shape.num_kv_heads, scratch.splits)](
         q,
         table.addresses,
@@ -255,6 +260,9 @@ def decode(
         rope.sin,
         scratch.out,
         scratch.lse,
+        sinks,
+        out,
+        lse,
         layer * shape.layer_bytes,
         shape.value_offset,
         softmax.scale,
@@ -264,19 +272,21 @@ def decode(
         **constants,
         SPLITS=scratch.splits,
         HAS_SOFTCAP=softmax.softcap is not None,
+        HAS_SINK_LOGITS=has_sinks,
         PDL=pdl,
         AHEAD=DECODE_AHEAD and shape.head_dim == triton.next_power_of_2(shape.head_dim),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **_pdl_option(pdl),
     )
-    has_sinks = softmax.sink_logits is not None
+    if scratch.splits == 1:
+        return out, lse
     for name in ("HALF", "BLOCK", "EXACT"):
         del constants[name]
     merge_splits_kernel[(q.shape[0], shape.num_q_heads)](
         scratch.out,
         scratch.lse,
-        softmax.sink_logits if has_sinks else scratch.lse,
+        sinks,
         out,
         lse,
         **constants,

@@ -77,6 +77,9 @@ def decode_kernel(
     sin,
     part_out,
     part_lse,
+    sink_logits,
+    out_rows,
+    lse_rows,
     layer_bytes,
     value_offset,
     scale,
@@ -94,11 +97,15 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Partial out float32 [S, KV heads, SPLITS, ROWS, DIM]; lse, base 2, without DIM."""
+    """Partial out float32 [S, KV heads, SPLITS, ROWS, DIM]; lse, base 2, without DIM.
+
+    With one split there is nothing to join: out and lse are written where they belong.
+    """
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype = q.dtype.element_ty
     # Tables were there before the step began; keys and values but those of the new token, too.
@@ -178,12 +185,24 @@ def decode_kernel(
         else:
             out = tl.dot(weights.to(dtype), value, out)
         best = higher
+    q_head = head * GROUP + rows % GROUP
+    if SPLITS == 1 and HAS_SINK_LOGITS:
+        logit = tl.load(sink_logits + q_head).to(tl.float32) * LOG2E
+        higher = tl.maximum(best, logit)
+        shrink = tl.exp2(best - higher)
+        total = total * shrink + tl.exp2(logit - higher)
+        out, best = out * shrink[:, None], higher
     is_seen = total > 0.0
-    part = ((seq * NUM_KV_HEADS + head) * SPLITS + split) * ROWS + rows
     out = out / tl.where(is_seen, total, 1.0)[:, None]
-    tl.store(part_out + part[:, None] * DIM + d[None, :], out, mask=is_row)
     lse = tl.where(is_seen, best + tl.log2(tl.where(is_seen, total, 1.0)), -float("inf"))
-    tl.store(part_lse + part, lse)
+    if SPLITS == 1:
+        at = (seq * QUERIES + query) * (NUM_KV_HEADS * GROUP) + q_head
+        tl.store(out_rows + at[:, None] * DIM + d[None, :], out.to(dtype), mask=is_row)
+        tl.store(lse_rows + at, lse / LOG2E, mask=is_query)
+    else:
+        part = ((seq * NUM_KV_HEADS + head) * SPLITS + split) * ROWS + rows
+        tl.store(part_out + part[:, None] * DIM + d[None, :], out, mask=is_row)
+        tl.store(part_lse + part, lse)
 
 
 @triton.jit

@@ -77,6 +77,7 @@ def test_several_queries_of_each_sequence(num_queries: int, dtype: torch.dtype) 
     )
     built = build(Batch(streams, dtype=dtype))
     built.check(decode(built, splits=3))
+    built.check(decode(built, splits=1))
 
 
 @pytest.mark.parametrize("edge", [-1, 0, 1])
@@ -116,6 +117,7 @@ def test_soft_cap_and_learned_sink_logits(softcap: float | None, has_sink_logits
     batch = Batch(streams, softcap=softcap, has_sink_logits=has_sink_logits)
     built = build(batch)
     built.check(decode(built, splits=4))
+    built.check(decode(built, splits=1))
     built = build(replace(batch, streams=(Stream(2 * B + 3, B, window_size=B), Stream(9, 9))))
     built.check(prefill(built))
 
@@ -142,9 +144,10 @@ def test_a_query_that_sees_nothing_gets_zeros_and_minus_infinity() -> None:
     built = build(Batch((Stream(5), Stream(3))))
     built.table.num_entries[0] = 0
     built.table.num_sink_entries[0] = 0
-    out, lse = decode(built, splits=2)
-    assert not out[0].any() and lse[0].eq(-torch.inf).all()
-    assert out[1].isfinite().all() and lse[1].isfinite().all()
+    for splits in (1, 2):
+        out, lse = decode(built, splits)
+        assert not out[0].any() and lse[0].eq(-torch.inf).all()
+        assert out[1].isfinite().all() and lse[1].isfinite().all()
 
 
 def test_no_sequences() -> None:
