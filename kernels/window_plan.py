@@ -15,10 +15,7 @@ from torch import Tensor
 
 from streamkv.kernels.batch_table import BatchTable
 from streamkv.kernels.window_cut import SIZE_STEP, Cut, Segment, cut
-
-MIN_QUERIES = 1024
-MIN_WINDOW = 2048
-"""Fewer queries, or a smaller window, are not worth the copies: one kernel does them in place."""
+from streamkv.kernels.window_limits import MIN_QUERIES, MIN_WINDOW
 
 SINK_SLOTS = 16
 """Fewest slots of a tile of sink tokens: what `tl.dot` takes."""

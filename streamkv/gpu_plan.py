@@ -6,8 +6,11 @@ elements of e bytes, hidden states of h and layers of at most w elements per tok
 
     activations   T * (e * (2 h + 4 w) + 12 h)     residual and normed; gate, up, their activation
                                                    and product; three float32 copies in a norm
-    logits        R * vocabulary * (e + 8)         the head's, in float32, and as log-probabilities,
-                                                   for R = 256 rows (scoring) or one per session
+    logits        R * vocabulary * e               of scoring, R = T rows or 256 MiB of them, and
+                  max_sessions * vocabulary * (e + 8)    of sampling, where a row may be sorted
+    copies        e * (T * (4 h + 4 k) + 4 W k)    of a chunk and a window W, keys of k elements,
+                                                   turned to one anchor, and what attends to
+                                                   them; only where chunk and window are long
     graphs        512 MiB                          CUDA graphs, compiled kernels, workspaces of
                                                    cuBLAS and of attention: an allowance
     gpu pool      (blocks + 1) * block_bytes       one is the guard block
@@ -23,14 +26,15 @@ from typing import Any
 
 from streamkv.config import EngineConfig, format_size
 from streamkv.errors import ConfigError
+from streamkv.kernels.window_limits import MIN_QUERIES, MIN_WINDOW
 from streamkv.sizing import blocks_of_session, num_gpu_blocks
 from streamkv.tiers.spec import DTYPE_BYTES, KVSpec
 
 GRAPH_BYTES = 512 << 20
 """Allowance for CUDA graphs, compiled kernels and the workspaces of libraries."""
 
-LOGIT_ROWS = 256
-"""Rows of logits that scoring makes at once."""
+LOGIT_BYTES = 256 << 20
+"""Bytes of logits that scoring makes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +192,18 @@ def _working_bytes(model: ModelSize, spec: KVSpec, config: EngineConfig) -> int:
     num_tokens = config.prefill_chunk + config.max_sessions
     hidden, width = model.hidden_size, model.layer_width
     activations = num_tokens * (element * (2 * hidden + 4 * width) + 12 * hidden)
-    logits = max(LOGIT_ROWS, config.max_sessions) * model.vocab_size * (element + 8)
-    return activations + logits
+    row_bytes = model.vocab_size * element
+    logits = min(config.prefill_chunk, LOGIT_BYTES // row_bytes) * row_bytes
+    logits += config.max_sessions * model.vocab_size * (element + 8)
+    return activations + logits + _copied_bytes(model, spec, config)
+
+
+def _copied_bytes(model: ModelSize, spec: KVSpec, config: EngineConfig) -> int:
+    if config.prefill_chunk < MIN_QUERIES or config.window_size < MIN_WINDOW:
+        return 0
+    keys = spec.num_kv_heads * spec.head_dim
+    chunk = config.prefill_chunk * 4 * (model.hidden_size + keys)
+    return DTYPE_BYTES[spec.dtype] * (chunk + 4 * config.window_size * keys)
 
 
 def _largest(values: range, fits: Callable[[int], bool]) -> int:

@@ -19,6 +19,7 @@ from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
 from streamkv.gpu_attention import GpuAttention
 from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn, to_device
 from streamkv.gpu_model import GpuModel
+from streamkv.gpu_plan import LOGIT_BYTES
 from streamkv.gpu_sampling import Draw, GpuSampler
 from streamkv.kernels import gpu
 from streamkv.kernels.rope import RopeTables
@@ -31,9 +32,6 @@ _log = logging.getLogger(__name__)
 
 MARGIN = 8192 + 513
 """How far a chunk, a tile and a block reach beyond the largest distance in use."""
-
-LOGIT_BYTES = 256 * 2**20
-"""Bytes of logits made at once when scoring."""
 
 _NOT_DRAWN = Draw(SamplingParams(temperature=0.0), 0)
 """For a row whose token the host chooses: what the device chooses there is not read."""
