@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # On a terminal pip draws what it fetches.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo -q)
 
-.PHONY: demo test lint types unit test-gpu clean
+.PHONY: demo test lint types unit test-gpu sanitize-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/streamkv demo $(ARGS)
@@ -32,8 +32,14 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
+# On a machine with a GPU; writes benchmarks/results/gpu_tests.json. Where the package can be
+# imported already: python3 benchmarks/gpu_tests.py
 test-gpu: $(STAMP)
-	$(BIN)/pytest -m gpu
+	$(BIN)/python benchmarks/gpu_tests.py
+
+# Needs compute-sanitizer, which comes with the CUDA toolkit.
+sanitize-gpu: $(STAMP)
+	PYTHON=$(BIN)/python benchmarks/gpu_sanitizer.sh
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' || { echo "streamkv needs Python 3.11 or newer." \
