@@ -16,7 +16,16 @@ import triton
 from torch import Tensor
 
 from streamkv.kernels.batch_table import BatchTable
-from streamkv.kernels.gpu_shape import Launch, Shape, check_layer, require
+from streamkv.kernels.gpu_shape import (
+    MIN_ROWS,
+    Launch,
+    Shape,
+    check_layer,
+    decode_bytes,
+    fitting_launch,
+    prefill_bytes,
+    require,
+)
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_copy import copy_kernel
 from streamkv.kernels.triton_decode import decode_kernel, merge_splits_kernel, seen_kernel
@@ -82,7 +91,7 @@ class DecodeScratch:
 def decode_rows(shape: Shape, num_queries: int) -> int:
     """Rows of a decode program: (query, query head) padded to what `tl.dot` takes."""
     padded: int = triton.next_power_of_2(num_queries * shape.group)
-    return max(16, padded)
+    return max(MIN_ROWS, padded)
 
 
 def decode_scratch(
@@ -103,10 +112,16 @@ def decode_splits(shape: Shape, num_sequences: int, capacity: int, num_processor
     return max(1, min(capacity, 4 * num_processors // programs))
 
 
-def decode_launch(shape: Shape, rows: int) -> Launch:
-    """Few warps while the rows are few: the kernel waits for memory, not for arithmetic."""
+def decode_launch(shape: Shape, rows: int, num_queries: int = 1) -> Launch:
+    """Few warps while the rows are few: the kernel waits for memory, not for arithmetic.
+
+    Raises:
+        ConfigError: the device has too little shared memory.
+    """
     small = shape.head_dim <= 128 and shape.dtype != torch.float32
-    return Launch(2 if rows <= 16 and small else 4, 2, rows)
+    wanted = Launch(2 if rows <= 16 and small else 4, 2, rows)
+    # Rows are all of a sequence's queries: there cannot be fewer.
+    return fitting_launch(shape, wanted, lambda each: decode_bytes(shape, each, num_queries), rows)
 
 
 def write_kv(
@@ -246,7 +261,7 @@ def decode(
         splits = decode_splits(shape, num_sequences, table.capacity, _processors(q.device))
         scratch = decode_scratch(shape, num_sequences, num_queries, splits, q.device)
     rows = decode_rows(shape, num_queries)
-    launch = decode_launch(shape, rows) if launch is None else launch
+    launch = decode_launch(shape, rows, num_queries) if launch is None else launch
     constants = shape.constants() | {"QUERIES": num_queries, "ROWS": rows}
     has_sinks = softmax.sink_logits is not None
     # Where there are none, any pointer will do: it is not read.
@@ -332,10 +347,15 @@ def prefill_tiles(
 
 
 def prefill_launch(shape: Shape) -> Launch:
-    """Rows of a prefill tile: as many as registers hold."""
+    """Rows of a prefill tile: as many as registers and shared memory hold.
+
+    Raises:
+        ConfigError: the device has too little shared memory.
+    """
+    wanted = Launch(8, 2, 128) if shape.head_dim <= 128 else Launch(8, 2, 64)
     if shape.dtype == torch.float32:
-        return Launch(4, 1, 32)
-    return Launch(8, 2, 128) if shape.head_dim <= 128 else Launch(8, 2, 64)
+        wanted = Launch(4, 1, 32)
+    return fitting_launch(shape, wanted, lambda each: prefill_bytes(shape, each), MIN_ROWS)
 
 
 def prefill(

@@ -4,20 +4,22 @@ A `Product` binds a weight matrix to the buffer whose rows it multiplies, so tha
 finds both where they were. How its work is cut (a `Tile`) is measured by `tile_choice`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from streamkv.kernels.gpu_shape import require
+from streamkv.kernels.gpu_shape import require, shared_bytes
 from streamkv.kernels.triton_small_batch import product_kernel
 
 MAX_ROWS = 64
-_SHARED_BYTES = 200 * 1024
+_KEPT_BYTES = 27 * 1024
+"""Shared memory left for what a program holds besides its tiles."""
+
 _AHEAD_BYTES = 8 * 2**20
-"""Half the L2 cache of an H100: what is asked for ahead must not push out what is being read."""
+"""A sixth of the L2 cache of an H100: more pushed out what was being read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +110,37 @@ def padded_rows(num_rows: int) -> int:
     return max(16, padded)
 
 
-def fitting_tiles(matrix: Matrix, num_rows: int) -> list[Tile]:
-    """The tiles that fit a product into the shared memory of a multiprocessor, best guess first."""
+def tile_bytes(matrix: Matrix, num_rows: int, tile: Tile) -> int:
+    """Shared memory of a program's rows and weights."""
     rows, element = padded_rows(num_rows), matrix.weight.element_size()
     per_out = 2 if matrix.gated else 1
-    found = []
-    for tile in _TILES:
-        num_bytes = (tile.out * per_out + rows) * tile.chunk * element * tile.num_stages
-        if num_bytes <= _SHARED_BYTES and tile.out <= max(16, matrix.num_out):
-            found.append(tile)
-    return found
+    return (tile.out * per_out + rows) * tile.chunk * element * tile.num_stages
+
+
+def fitting_tiles(matrix: Matrix, num_rows: int, limit: int | None = None) -> list[Tile]:
+    """The tiles that fit a product into the shared memory of a program, best guess first.
+
+    Where none of those that were measured does, the smallest with fewer stages.
+
+    Args:
+        matrix: what is multiplied.
+        num_rows: of a step.
+        limit: bytes of shared memory; `None`: of the device that the weights are on.
+    """
+    limit = (shared_bytes(matrix.weight.device) if limit is None else limit) - _KEPT_BYTES
+    smallest = _TILES[-1]
+    fewer = tuple(
+        replace(smallest, num_stages=stages) for stages in reversed(range(1, smallest.num_stages))
+    )
+    for tiles in (_TILES, *((tile,) for tile in fewer)):
+        found = [
+            tile
+            for tile in tiles
+            if tile_bytes(matrix, num_rows, tile) <= limit and tile.out <= max(16, matrix.num_out)
+        ]
+        if found:
+            return found
+    return [fewer[-1]]
 
 
 class Product:
