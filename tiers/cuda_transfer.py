@@ -1,7 +1,8 @@
 """Copies between a gpu pool on a GPU and host memory, on a stream of their own.
 
-Invariant: the copy stream waits for nothing but the event it is given by `written`'s completion,
-which the caller waits for first; what is copied into the pool is there when its completion is done.
+Invariant: a copy into a block starts, on the GPU, after everything that was issued to the compute
+stream before it, so that no kernel still reads what the block held. A copy out of a block does not:
+its caller waits for `written` first. What is copied is there when its completion is done.
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ class Recorded:
 class CudaTransfer(Transfer):
     """Copies to and from the blocks of a gpu pool on a GPU. Safe to use from several threads.
 
+    The compute stream, which kernels that read the pool run on, is the one that is current where
+    this is made.
+
     Args:
         gpu_pool: the pool whose blocks are copied.
     """
@@ -42,6 +46,7 @@ class CudaTransfer(Transfer):
     def __init__(self, gpu_pool: GpuPool) -> None:
         super().__init__(gpu_pool)
         self._device = gpu_pool.data.device
+        self._compute_stream = torch.cuda.current_stream(self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # too
 
     def written(self) -> Completion:
@@ -67,11 +72,17 @@ class CudaTransfer(Transfer):
 
     def promote(self, source: Bytes, block_id: int) -> Completion:
         """Copy host memory [block_bytes] into a gpu block."""
+        self._wait_for_readers()
         return self._copy(self._gpu_pool.row(block_id), torch.from_numpy(source))
 
     def copy(self, source_block_id: int, block_id: int) -> Completion:
         """Copy one gpu block into another."""
+        self._wait_for_readers()
         return self._copy(self._gpu_pool.row(block_id), self._gpu_pool.row(source_block_id))
+
+    def _wait_for_readers(self) -> None:
+        """Hold copies that come after this back until the kernels issued so far are done."""
+        self._stream.wait_stream(self._compute_stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Completion:
         with torch.cuda.stream(self._stream):
