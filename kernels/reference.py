@@ -112,7 +112,8 @@ def attend(
     distances = table.distances(tokens).where(visible.any(-1), 0)
     cos, sin = rope.rows(distances)
     turned = rotate(q.to(exact)[:, None], cos[:, :, None], sin[:, :, None])
-    turned = turned.view(num_queries, -1, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    heads = (num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    turned = turned.view(*turned.shape[:2], *heads)
 
     # Nobody sees these slots, but 0 * NaN is NaN: they must not hold what they hold.
     unseen = ~visible.any(0)[:, None, :, None]
@@ -125,7 +126,7 @@ def attend(
     scores = scores.masked_fill(~visible[:, None, None], -math.inf).flatten(-2)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    weights = weights.view(*weights.shape[:-1], -1, block_size)
+    weights = weights.view(*weights.shape[:-1], table.num_entries, block_size)
     out = torch.einsum("thgej,ehjd->thgd", weights, values)
     out = out.reshape(num_queries, num_q_heads, head_dim).to(q.dtype)
     return (out, lse.reshape(num_queries, num_q_heads).float()) if return_lse else out
