@@ -131,7 +131,9 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may have on a device."""
     if device.type != "cuda":
         return H100_SHARED_BYTES
-    limit: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    # torch's stubs do not know the field.
+    properties: Any = torch.cuda.get_device_properties(device)
+    limit: int = properties.shared_memory_per_block_optin
     return limit
 
 
