@@ -9,7 +9,10 @@ demoted into pinned memory, and the time of a token against computing its window
 """
 
 import asyncio
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -176,15 +179,42 @@ def measure(
                 say(f"  window computed anew: {anew:.1f} ms, {anew / ms:.1f} times a step")
 
 
+def measure_ready(report: Report) -> None:
+    """Seconds until all buckets are captured: with empty caches of kernels and tiles, and again."""
+    with tempfile.TemporaryDirectory() as directory:
+        caches = {"TRITON_CACHE_DIR": f"{directory}/triton", "STREAMKV_CACHE": f"{directory}/own"}
+        for name, bound in (("cold", 180.0), ("warm", 30.0)):
+            command = [sys.executable, *sys.argv, "--only-ready"]
+            output = subprocess.check_output(command, text=True, env={**os.environ, **caches})
+            seconds = float(output.split()[-1])
+            report.add(f"ready_{name}_s", seconds, "s", bound=bound)
+            say(f"  all buckets ready, caches {name}: {seconds:.1f} s")
+
+
+def ready_s(tokenizer: Path | None) -> float:
+    """Seconds from a loaded model to an engine with all its graphs."""
+    adapter = random_adapter(LLAMA_8B, tokenizer)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    with random_engine(adapter, engine_config(4096, 64)):
+        return time.monotonic() - began
+
+
 def main() -> int:
     """Measure; 0 if every bound is kept."""
     parser = arguments(__doc__)
     parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer")
+    parser.add_argument("--only-ready", action="store_true", help="print seconds until ready")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 2
+    if options.only_ready:
+        print(ready_s(options.tokenizer))
+        return 0
     report = Report("gpu_decode")
+    if not options.quick:
+        measure_ready(report)
     adapter = random_adapter(LLAMA_8B, options.tokenizer)
     measure(report, adapter, 4096, (1,) if options.quick else (1, 16, 64), 200)
     if not options.quick:

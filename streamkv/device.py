@@ -1,7 +1,7 @@
 """Which device an engine computes on, and what it makes for it: pools, transfer, runner.
 
 A GPU needs CUDA in torch, and Triton for the kernels; without them it is refused with the reason.
-`auto` is the CPU for now: the GPU has to be asked for until every part of the product has run there.
+`auto` is the CPU for now: a GPU has to be asked for until every part of the product has run on one.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Whole engines over the Triton runner, in its interpreter or on a GPU, against the CPU's tokens."""
+"""Whole engines over the Triton runner, interpreted or on a GPU, against the CPU's tokens."""
 
 import asyncio
 from collections.abc import Iterator
