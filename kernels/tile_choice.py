@@ -5,6 +5,7 @@ versions; what it does not hold is measured. A file that cannot be read or writt
 an answer.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -40,7 +41,8 @@ class TileChoice:
         """The fastest of `tiles` for the product `name`; measured if it is not known."""
         known = self._known.get(name)
         if known is not None and known in tiles:
-            return known
+            # Equal, but for the types of numbers in a file.
+            return tiles[tiles.index(known)]
         if len(tiles) == 1:
             return tiles[0]
         best = min(tiles, key=timing)
@@ -62,6 +64,8 @@ class TileChoice:
             self._changed = False
         except OSError as error:
             _log.warning("the tiles of this GPU could not be remembered (%s)", error)
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
 
     def _every(self) -> dict[str, dict[str, dict[str, int | bool]]]:
         if self._path is None:
