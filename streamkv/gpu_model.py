@@ -49,7 +49,11 @@ class GpuModel:
             return
         self._forward = self._checked_forward(GpuForward(weights))
         if decodes and self._forward is not None and adapter.model.dtype in _DECODER_TYPES:
-            self._decoder = self._checked_decoder(weights, max_rows, cache)
+            try:
+                self._decoder = self._checked_decoder(weights, max_rows, cache)
+            # Whatever keeps kernels from being made for a shape or a device, the model still runs.
+            except Exception as error:
+                _log.warning("our own decode step cannot be made and is not used: %s", error)
 
     @property
     def decoder(self) -> GpuDecoder | None:

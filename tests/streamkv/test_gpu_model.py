@@ -290,6 +290,21 @@ def test_a_small_difference_is_seen_too(
     assert "is not used" in caplog.text
 
 
+def test_a_decode_step_that_cannot_be_made_is_left_out(
+    random_model_dir: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of 90 numbers have no place in its kernels, and without a GPU nothing has."""
+    adapter = load(random_model_dir("llama", hidden_size=90), "bfloat16")
+    with caplog.at_level(logging.INFO, "streamkv.gpu_model"):
+        model = GpuModel(adapter, 4, None, decodes=True)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "decode step cannot be made" in record.getMessage()
+    assert model.decoder is None
+    ids = some_ids(adapter, 12)[None]
+    assert difference(model.hidden(ids, attend), adapter.hidden(ids, attend)) < 8e-2
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_a_model_of_damaged_weights_is_left_to_its_own_code(
     random_model_dir: MakeModel, caplog: pytest.LogCaptureFixture
