@@ -1,9 +1,10 @@
 """What a captured decode step reads of its sequences: one buffer on the host, copied in one go.
 
 A row of the table belongs to one sequence for as long as it stays in the batch, and its entries
-change only when a block comes or goes (`BlockTable.version`), so that a step writes a handful of
-numbers. The host writes into one of two pinned buffers while the copy out of the other may still be
-pending; a buffer is reused once its copy is done. Unused rows have no entries and no slot.
+change only when a block comes or goes (`BlockTable.version`) or the query moves to another block,
+so that a step writes a handful of numbers. The host writes into one of two pinned buffers while the
+copy out of the other may still be pending; a buffer is reused once its copy is done. Unused rows
+have no entries and no slot.
 """
 
 from collections.abc import Sequence as Rows
@@ -114,7 +115,8 @@ class StepTable:
             columns["ids"][row] = sequence.pending[0] if source < 0 else 0
             columns["slots"][row] = sequence.table.slot(start)
             columns["query_starts"][row] = start
-            held = (sequence.seq_id, sequence.table.version, sequence.window)
+            block_index = start // sequence.block_size
+            held = (sequence.seq_id, sequence.table.version, sequence.window, block_index)
             if self._in_row[row] != held:
                 self._fill(row, step)
                 self._in_row[row] = held
@@ -123,19 +125,20 @@ class StepTable:
 
     def _fill(self, row: int, step: SequenceStep) -> None:
         sequence, columns = step.sequence, self._columns
-        # To the end of the block, so that the row holds for every query of it: attention itself
-        # ends at the query.
-        end = (step.start // sequence.block_size + 1) * sequence.block_size
-        sinks, recent = sequence.table.entries(sequence.window, step.start, end)
+        # Of the whole block, so that the row holds for every query of it, also for one before this:
+        # attention itself begins at the window's edge and ends at the query.
+        first = step.start - step.start % sequence.block_size
+        end = first + sequence.block_size
+        sinks, recent = sequence.table.entries(sequence.window, first, end)
         entries = np.array([entry[1:] for entry in (*sinks, *recent)], dtype=np.int64)
         count = len(entries)
         assert count <= self._layout.capacity, (count, self._layout.capacity)
-        ids, starts, caps, first, last = entries.T
+        ids, starts, caps, first_valid, end_valid = entries.T
         columns["addresses"][row, :count] = self._pool_address + ids * self._block_bytes
         columns["starts"][row, :count] = starts
         columns["caps"][row, :count] = caps
-        columns["first_valid"][row, :count] = first
-        columns["end_valid"][row, :count] = last
+        columns["first_valid"][row, :count] = first_valid
+        columns["end_valid"][row, :count] = end_valid
         columns["num_entries"][row] = count
         columns["num_sink_entries"][row] = len(sinks)
         columns["window_sizes"][row] = sequence.window.window_size
