@@ -149,5 +149,5 @@ class DecodeGraphs:
 
 def buckets_for(max_rows: int) -> list[int]:
     """The buckets that serve up to `max_rows` sequences."""
-    needed = [bucket for bucket in BUCKETS if bucket < max_rows]
-    return [*needed, min(bucket for bucket in BUCKETS if bucket >= min(max_rows, BUCKETS[-1]))]
+    largest = min(bucket for bucket in BUCKETS if bucket >= min(max_rows, BUCKETS[-1]))
+    return [bucket for bucket in BUCKETS if bucket <= largest]
