@@ -143,7 +143,11 @@ class GpuAttention:
         if plan is None:
             return None
         size = (step.query_len, step.sequence.window.window_size)
-        known = [scratch for made, scratch in self._scratch.items() if made >= size]
+        known = [
+            scratch
+            for made, scratch in self._scratch.items()
+            if all(one >= other for one, other in zip(made, size, strict=True))
+        ]
         if not known:
             # The largest chunk comes first in a stream; one size serves all that follow.
             self._scratch = {size: window_scratch(self._shape, *size, device)}
