@@ -124,7 +124,7 @@ class Flights:
         if not self._under_way:
             return True
         flight, rows = self._under_way[-1]
-        return not self.is_full and (all(row.job is not None for row in rows) or flight.done())
+        return not self.is_full and (all(row.job is not None for row in rows) or _is_done(flight))
 
     @property
     def can_go_on(self) -> bool:
@@ -143,7 +143,7 @@ class Flights:
     @property
     def has_landed(self) -> bool:
         """Whether the oldest step is done."""
-        return bool(self._under_way) and self._under_way[0][0].done()
+        return bool(self._under_way) and _is_done(self._under_way[0][0])
 
     def claim(self, job: Job) -> bool:
         """Give a job the row that was launched ahead for it, if there is one that fits."""
@@ -259,6 +259,14 @@ class Flights:
                 del self._ahead[row.step.sequence]
             if row.job is not None:
                 self._fail(row.job, error)
+
+
+def _is_done(flight: Flight) -> bool:
+    """Whether nothing has to be waited for, be it for results or for an error."""
+    try:
+        return flight.done()
+    except Exception:
+        return True
 
 
 def _goes_on(row: _Row) -> bool:
