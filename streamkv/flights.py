@@ -171,12 +171,14 @@ class Flights:
         rows = [*self._next_rows(asked_for), *rows]
         # Longer parts come last in a packed row.
         rows.sort(key=lambda row: row.step.query_len > 1)
-        if not rows:
-            return
+        if rows:
+            self._launch(rows)
+
+    def _launch(self, rows: list[_Row]) -> None:
         try:
             flight = self._executor.launch(Batch(tuple(row.step for row in rows)))
         except BaseException as error:
-            self._fail_all(rows, error)
+            self._not_launched(rows, error)
             return
         self._under_way.append((flight, rows))
         for row, source in zip(rows, flight.sources, strict=True):
@@ -185,6 +187,16 @@ class Flights:
                 self._ahead[row.step.sequence] = row
             else:
                 self._count(row, row.job)
+
+    def _not_launched(self, rows: list[_Row], error: BaseException) -> None:
+        """Find out whose part is to blame: launch each by itself, of those that were asked for."""
+        if len(rows) == 1:
+            self._fail_all(rows, error)
+            return
+        for row in rows:
+            self.drain()
+            if row.job is not None and not row.job.future.done():
+                self._launch([row])
 
     def land(self) -> None:
         """Wait for the oldest step and hand out its results."""
