@@ -190,6 +190,10 @@ class Flights:
 
     def _not_launched(self, rows: list[_Row], error: BaseException) -> None:
         """Find out whose part is to blame: launch each by itself, of those that were asked for."""
+        for _, newest in self._under_way:
+            for row in newest:
+                # What the device had chosen may be overwritten.
+                row.source = None
         if len(rows) == 1:
             self._fail_all(rows, error)
             return
