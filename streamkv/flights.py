@@ -153,9 +153,11 @@ class Flights:
             return False
         # A row that kept the one before would keep the whole stream.
         row.job, row.parent = job, None
-        self._executor.postprocess(Batch((row.step,)))
-        if job.operation.after_step is not None:
-            job.operation.after_step()
+        try:
+            self._postprocess(row, job)
+        except BaseException:
+            row.source = None
+            raise
         if row.result is not None:
             self._deliver(job, row.result, True)
         return True
@@ -231,16 +233,21 @@ class Flights:
     def _count(self, row: _Row, job: Job) -> None:
         """What a job's step leaves behind on the host; the device does it in this order anyway."""
         try:
-            self._executor.postprocess(Batch((row.step,)))
-            if job.operation.after_step is not None:
-                job.operation.after_step()
+            self._postprocess(row, job)
             row.is_last = self._counted(job, row.step.query_len)
         except BaseException as error:
+            # Its caller goes on to something else.
+            row.source = None
             self._fail(job, error)
             return
         if row.is_last and row.step.wanted is Wanted.NOTHING:
             # There is nothing to wait for: what follows is carried out after it anyway.
             self._deliver(job, StepResult(), True)
+
+    def _postprocess(self, row: _Row, job: Job) -> None:
+        self._executor.postprocess(Batch((row.step,)))
+        if job.operation.after_step is not None:
+            job.operation.after_step()
 
     def _next_rows(self, asked: set[Sequence]) -> list[_Row]:
         """Rows that go on from the newest step, of sequences that were not asked for."""
