@@ -254,11 +254,11 @@ class Flights:
         found: list[_Row] = []
         if not self._under_way:
             return found
-        for row in self._under_way[-1][1]:
-            if not _goes_on(row) or row.step.sequence in asked:
-                continue
-            if len(found) + len(asked) >= self._executor.max_sequences:
-                break
+        rows = self._under_way[-1][1]
+        rows = [row for row in rows if _goes_on(row) and row.step.sequence not in asked]
+        room = self._executor.max_sequences - len(asked)
+        # Without room for all those go on that had to wait for this step: they lie at its end.
+        for row in rows[max(0, len(rows) - room) :]:
             step, row.source = self._step_after(row.step, row.source), None
             if step is not None:
                 found.append(_Row(step, None, row.window, parent=row))
