@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from streamkv.batch import Batch, Flight, SequenceStep, StepResult, Wanted
-from streamkv.errors import PoolFullError
+from streamkv.errors import StreamKVError
 from streamkv.operations import Compute
 from streamkv.scheduler import Work
 from streamkv.sequence import Sequence
@@ -272,7 +272,8 @@ class Flights:
         ahead = SequenceStep(sequence, 1, Wanted.LOGITS, step.params, start, source)
         try:
             self._executor.prepare(Batch((ahead,)))
-        except PoolFullError:
+        except StreamKVError:
+            # No room, or a writer that stopped: whoever asks for the step will hear of it.
             return None
         return ahead
 
