@@ -204,6 +204,10 @@ class Flights:
             if row.job is not None and not row.job.future.done():
                 self._launch([row])
 
+    def forget(self, sequence: Sequence) -> None:
+        """Nobody will ask for what was launched ahead for a sequence."""
+        self._ahead.pop(sequence, None)
+
     def land(self) -> None:
         """Wait for the oldest step and hand out its results."""
         flight, rows = self._under_way.popleft()

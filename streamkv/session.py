@@ -345,7 +345,7 @@ class Session:
         ended = f"session {self.name!r} is closed. Open it again with engine.session()."
         self._gate.end(SessionError(ended))
         self._closed = True
-        self._loop.settle()
+        self._loop.settle(self._live.sequence)
         try:
             if delete:
                 self._live.delete()

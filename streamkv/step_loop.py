@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -139,10 +139,10 @@ class StepLoop:
         future.add_done_callback(arrived)
         return waiter
 
-    def settle(self) -> None:
-        """Wait until no step is under way, also none that nobody asked for."""
+    def settle(self, sequence: Sequence) -> None:
+        """Wait until nothing is under way for a sequence, also nothing that nobody asked for."""
         with contextlib.suppress(EngineClosedError):
-            self.submit(Call(lambda: None)).result()
+            wait([self.submit(Call(lambda: self._flights.forget(sequence)))])
 
     def close(self) -> None:
         """Finish the step in hand, fail what waits with `EngineClosedError`, end the thread."""
