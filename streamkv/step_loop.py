@@ -196,6 +196,17 @@ class StepLoop:
             calls, jobs = list(self._calls), list(self._inbox)
             self._calls.clear()
             self._inbox.clear()
+        try:
+            self._carry_out(calls, jobs)
+        except BaseException as error:
+            # A mistake of our own: nobody else knows of these any more.
+            for future in [*(future for _, future in calls), *(job.future for job in jobs)]:
+                if not future.done():
+                    future.set_exception(error)
+            raise
+        return True
+
+    def _carry_out(self, calls: list[tuple[Call, "Future[Any]"]], jobs: list[Job]) -> None:
         if calls and self._given_flights is not None:
             # A call may give blocks back, or read what a step writes.
             self._flights.drain()
@@ -204,7 +215,6 @@ class StepLoop:
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 self._admit(job)
-        return True
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: only what can be done when idle."""
