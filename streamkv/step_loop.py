@@ -210,11 +210,15 @@ class StepLoop:
         if calls and self._given_flights is not None:
             # A call may give blocks back, or read what a step writes.
             self._flights.drain()
+            self._wake_all()
         for call, future in calls:
             self._call(call, future)
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 self._admit(job)
+        if not self._is_flying():
+            # The next step may be carried out where it is launched, and take its time.
+            self._wake_all()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: only what can be done when idle."""
