@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -73,7 +72,7 @@ class StepLoop:
         self._jobs: dict[Work, Job] = {}
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._inbox: deque[Job] = deque()
-        self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._to_wake: set[Mailbox] = set()
         if executor is not None:
             self.drive(executor)
@@ -125,6 +124,8 @@ class StepLoop:
         with self._condition:
             mailbox = self._mailboxes.get(loop)
             if mailbox is None:
+                for other in [other for other in self._mailboxes if other.is_closed()]:
+                    del self._mailboxes[other]
                 mailbox = self._mailboxes[loop] = Mailbox(loop)
         waiter = loop.create_future()
         found = mailbox
