@@ -43,6 +43,15 @@ class Mailbox:
             if future.cancelled():
                 waiter.cancel()
             elif (error := future.exception()) is not None:
-                waiter.set_exception(error)
+                waiter.set_exception(_raisable(error))
             else:
                 waiter.set_result(future.result())
+
+
+def _raisable(error: BaseException) -> BaseException:
+    """An error as a future of an event loop takes it: any but that which ends an iterator."""
+    if not isinstance(error, StopIteration):
+        return error
+    raisable = RuntimeError("a step raised StopIteration")
+    raisable.__cause__ = error
+    return raisable
