@@ -12,6 +12,7 @@ on once the session has done something else in between.
 """
 
 import asyncio
+import contextlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
@@ -281,6 +282,8 @@ async def _await(loop: StepLoop, future: "Future[Any]") -> Any:
     try:
         return await loop.waiter(future)
     except asyncio.CancelledError:
-        if not future.done():
-            await asyncio.wait([loop.waiter(future)])
+        # However often it is cancelled: until then the step is about the session's tokens.
+        while not future.done():
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await loop.waiter(future)
         raise
