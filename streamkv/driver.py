@@ -16,7 +16,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -67,6 +67,7 @@ class Turnstile:
     def _admit(self, operation: "_Run[Any]", first: bool) -> None:
         if first:
             if self._newest is not None:
+                self._newest.see_through()
                 self._newest.finish(self._stale())
             self._newest = operation
         elif self._newest is not operation:
@@ -100,6 +101,7 @@ class Turnstile:
                 f"session {self._name!r} is busy with another call. End that one first."
             )
         if self._newest is not None:
+            self._newest.see_through()
             self._newest.finish(error)
             self._newest = None
 
@@ -115,10 +117,21 @@ class _Run(Generic[T]):
         self._started = False
         self._ended = False
         self._ended_by: StreamKVError | None = None
+        self._is_closed = False
+        self._step: Future[Any] | None = None
 
     def _enter(self) -> None:
         self._gate.enter(self, first=not self._started)
         self._started = True
+
+    def _submit(self, operation: Compute | Call) -> "Future[Any]":
+        self._step = self._loop.submit(operation)
+        return self._step
+
+    def see_through(self) -> None:
+        """Wait for the step that an event loop, closed in the middle of it, has left behind."""
+        if self._step is not None:
+            wait([self._step])
 
     def finish(self, ended_by: StreamKVError | None = None) -> None:
         """Close the generator: it journals that the operation ended here.
@@ -129,6 +142,8 @@ class _Run(Generic[T]):
         if not self._ended:
             self._ended = True
             self._ended_by = ended_by
+        if not self._is_closed:
+            self._is_closed = True
             self._steps.close()
 
     def __del__(self) -> None:
@@ -169,7 +184,7 @@ class Outputs(_Run[T], Iterator[T]):
         while True:
             try:
                 if isinstance(output, Compute | Call):
-                    answer = _wait(self._loop.submit(output))
+                    answer = _wait(self._submit(output))
                 elif output is NEED_ITEM:
                     answer = next(self._items, END)
                 else:
@@ -211,6 +226,11 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         self._enter()
         try:
             return await self._advance()
+        except GeneratorExit:
+            # Nothing runs this coroutine any more. Its step may be under way, so the operation is
+            # ended for good by the session's next call, which waits for that.
+            self._ended = True
+            raise
         except BaseException:
             await self.aclose()
             raise
@@ -222,14 +242,14 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         while True:
             try:
                 if isinstance(output, Compute | Call):
-                    answer = await _await(self._loop, self._loop.submit(output))
+                    answer = await _await(self._loop, self._submit(output))
                 elif output is NEED_ITEM:
                     answer = await self._next_item()
                 elif output is END:
                     raise StopAsyncIteration
                 else:
                     return output  # type: ignore[no-any-return]  # the generator yields T
-            except StopAsyncIteration:
+            except (StopAsyncIteration, GeneratorExit):
                 raise
             except BaseException as error:
                 output = _throw(self._steps, error)
