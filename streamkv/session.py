@@ -208,6 +208,7 @@ class Session:
     def _score(self) -> Steps:
         decoder, accepted = self._live.decoder(), False
         first_is_new = self._live.sequence.num_tokens == 0
+        yield from self._compute_all()
         while (item := (yield NEED_ITEM)) is not END:
             for piece in pieces(item):
                 accepted = True

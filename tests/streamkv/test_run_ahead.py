@@ -139,11 +139,13 @@ class User:
         self.oracle.extend(ids)
 
     def score(self, ids: list[int]) -> None:
-        """Score ids; what was pending before is scored with them."""
+        """Score ids: these, and nothing that was pending before."""
         scores = self.session.score([ids]).run()
+        first = len(self.oracle.ids)
         self.oracle.extend(ids)
+        expected = list(enumerate(ids, first))
+        assert [(score.token_index, score.token_id) for score in scores] == expected
         for score in scores:
-            assert score.token_id == self.oracle.ids[score.token_index]
             assert score.logprob == pytest.approx(self.oracle.logprob(score.token_index))
 
     def keep(self, text: str) -> None:

@@ -278,6 +278,23 @@ def test_score_of_a_first_token_has_no_logprob(session: Session) -> None:
     assert again[0].logprob is not None
 
 
+def test_only_what_is_given_to_be_scored_is_scored(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Not the token generated last, nor what is computed anew when no tier has the window."""
+    config = EngineConfig(window_size=64, store=str(tmp_path), retain="none", cpu_bytes=0)
+    ids = list(range(10, 16))
+    with Engine(str(tiny_model_dir), config) as engine:
+        with engine.session("scored") as session:
+            session.feed(TEXT * 3).run()
+            session.generate(GREEDY).run()
+            scores = session.score([ids]).run()
+            assert [score.token_id for score in scores] == ids
+        with engine.session("scored") as session:
+            assert session.resumed and session.num_tokens > 300
+            scores = session.score([ids]).run()
+    found = [(score.token_index, score.token_id) for score in scores]
+    assert found == list(enumerate(ids, session.num_tokens - len(ids)))
+
+
 def test_logprobs_are_reported_when_asked_for(session: Session) -> None:
     session.feed(TEXT).run()
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True)
