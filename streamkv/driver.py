@@ -124,12 +124,8 @@ class _Run(Generic[T]):
         self._gate.enter(self, first=not self._started)
         self._started = True
 
-    def _submit(self, operation: Compute | Call) -> "Future[Any]":
-        self._step = self._loop.submit(operation)
-        return self._step
-
     def see_through(self) -> None:
-        """Wait for the step that an event loop, closed in the middle of it, has left behind."""
+        """Wait for the step that was left behind when the wait for it was broken off."""
         if self._step is not None:
             wait([self._step])
 
@@ -184,7 +180,7 @@ class Outputs(_Run[T], Iterator[T]):
         while True:
             try:
                 if isinstance(output, Compute | Call):
-                    answer = _wait(self._submit(output))
+                    answer = self._wait(self._loop.submit(output))
                 elif output is NEED_ITEM:
                     answer = next(self._items, END)
                 else:
@@ -193,6 +189,16 @@ class Outputs(_Run[T], Iterator[T]):
                 output = self._steps.throw(error)
             else:
                 output = self._steps.send(answer)
+
+    def _wait(self, future: "Future[Any]") -> Any:
+        """Result of a step. An interrupt is raised only once the step, which goes on, has ended."""
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                self._step = future
+                future.exception()
+            raise
 
     def close(self) -> None:
         """Stop here. The session stays usable."""
@@ -227,8 +233,8 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         try:
             return await self._advance()
         except GeneratorExit:
-            # Nothing runs this coroutine any more. Its step may be under way, so the operation is
-            # ended for good by the session's next call, which waits for that.
+            # Its event loop is closed and nothing can be awaited; on whatever thread this happens,
+            # it is not the place to wait for a disk. The session's next call ends the operation.
             self._ended = True
             raise
         except BaseException:
@@ -242,7 +248,7 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         while True:
             try:
                 if isinstance(output, Compute | Call):
-                    answer = await _await(self._loop, self._submit(output))
+                    answer = await self._await(self._loop.submit(output))
                 elif output is NEED_ITEM:
                     answer = await self._next_item()
                 elif output is END:
@@ -255,6 +261,21 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
                 output = _throw(self._steps, error)
             else:
                 output = _resume(self._steps, answer)
+
+    async def _await(self, future: "Future[Any]") -> Any:
+        """Result of a step. A cancelled task first sees its step through."""
+        try:
+            return await self._loop.waiter(future)
+        except asyncio.CancelledError:
+            # However often it is cancelled: until then the step is about the session's tokens.
+            while not future.done():
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    await self._loop.waiter(future)
+            raise
+        except GeneratorExit:
+            if not future.done():
+                self._step = future
+            raise
 
     async def _next_item(self) -> Any:
         if isinstance(self._items, AsyncIterator):
@@ -285,25 +306,3 @@ def _throw(steps: Steps, error: BaseException) -> Any:
         return steps.throw(error)
     except StopIteration:
         return END
-
-
-def _wait(future: "Future[Any]") -> Any:
-    """Result of a step. An interrupt is raised only once the step, which goes on, has ended."""
-    try:
-        return future.result()
-    except BaseException:
-        if not future.done():
-            future.exception()
-        raise
-
-
-async def _await(loop: StepLoop, future: "Future[Any]") -> Any:
-    """The same without blocking: a cancelled task first sees its step through."""
-    try:
-        return await loop.waiter(future)
-    except asyncio.CancelledError:
-        # However often it is cancelled: until then the step is about the session's tokens.
-        while not future.done():
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await loop.waiter(future)
-        raise

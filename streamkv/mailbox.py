@@ -28,12 +28,12 @@ class Mailbox:
 
     def wake(self) -> None:
         """Let the loop find what has arrived. From any thread; a closed loop waits for nothing."""
-        if not self._loop.is_closed():
-            try:
-                self._loop.call_soon_threadsafe(self._hand_out)
-            except RuntimeError:
-                # Closed between the question and the call.
-                assert self._loop.is_closed()
+        try:
+            self._loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:
+            assert self._loop.is_closed()
+            # Its tasks are let go with their waiters, and with them the sessions they were using.
+            self._arrived.clear()
 
     def _hand_out(self) -> None:
         while self._arrived:

@@ -55,9 +55,7 @@ def logprob(seen: int, token_id: int) -> float:
 
 def is_drawn(params: SamplingParams | None) -> bool:
     """Whether the device chooses the token itself."""
-    return (
-        params is not None and params.logprobs is None and params.repetition_penalty == 1.0
-    )
+    return params is not None and params.logprobs is None and params.repetition_penalty == 1.0
 
 
 def visible(window: Window, query: Ints, index: Ints) -> npt.NDArray[np.bool_]:

@@ -342,6 +342,109 @@ def test_a_cancelled_task_sees_its_step_through_before_the_operation_ends(
     asyncio.run(main())
 
 
+def held_step(log: list[Any], begun: threading.Event, may_end: threading.Event) -> Steps:
+    """An operation whose only step waits until it may end."""
+
+    def step() -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+        log.append("step ended")
+
+    try:
+        yield Call(step)
+    finally:
+        log.append("operation ended")
+
+
+def test_a_task_cancelled_again_and_again_sees_its_step_through(
+    loop: StepLoop, gate: Turnstile
+) -> None:
+    log, begun, may_end = list[Any](), threading.Event(), threading.Event()
+
+    async def main() -> None:
+        run = async_outputs(loop, gate, held_step(log, begun, may_end), iter(()))
+        task = asyncio.create_task(run.run())
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        for _ in range(5):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not task.done() and log == []
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert log == ["step ended", "operation ended"]
+
+
+@pytest.mark.parametrize("act", ["call", "end"])
+def test_a_session_is_free_again_after_an_event_loop_that_was_closed_in_the_middle_of_a_step(
+    loop: StepLoop, gate: Turnstile, act: str
+) -> None:
+    log, begun, may_end = list[Any](), threading.Event(), threading.Event()
+    run = async_outputs(loop, gate, held_step(log, begun, may_end), iter(()))
+    event_loop = asyncio.new_event_loop()
+    event_loop.set_exception_handler(lambda *_: None)
+    task = event_loop.create_task(run.run())
+    event_loop.run_until_complete(asyncio.to_thread(begun.wait, WAIT_S))
+    event_loop.run_until_complete(event_loop.shutdown_default_executor())
+    event_loop.close()
+    del task
+    gc.collect()
+    with pytest.raises(SessionError, match="busy"):
+        gate.end(CLOSED)
+    may_end.set()
+    loop.submit(Call(lambda: None)).result(WAIT_S)
+    gc.collect()
+    if act == "call":
+        assert outputs(loop, gate, echo(log), [4]).run() == [8]
+    else:
+        gate.end(CLOSED)
+    assert log[:2] == ["step ended", "operation ended"]
+    assert asyncio.run(run.run()) == []
+
+
+def test_a_step_that_two_interrupts_left_behind_is_waited_for_by_the_next_call(
+    loop: StepLoop, gate: Turnstile
+) -> None:
+    interrupted, log, may_end = threading.Semaphore(0), list[Any](), threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None and main == threading.get_ident()
+
+    def handle(number: int, frame: types.FrameType | None) -> None:
+        interrupted.release()
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        for _ in range(2):
+            wait_until_blocked(main, threading.Condition.wait.__code__)
+            signal.pthread_kill(main, signal.SIGUSR1)
+            assert interrupted.acquire(timeout=WAIT_S)
+        assert may_end.wait(WAIT_S)
+        wait_until_blocked(main, threading.Condition.wait.__code__)
+        log.append("step ended")
+
+    def steps() -> Steps:
+        yield Call(step)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            outputs(loop, gate, steps(), ()).run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert log == []
+    may_end.set()
+
+    def next_steps() -> Steps:
+        log.append("next call begins")
+        yield 1
+
+    assert outputs(loop, gate, next_steps(), ()).run() == [1]
+    assert log == ["step ended", "next call begins"]
+
+
 def test_other_tasks_run_while_a_step_is_computed(loop: StepLoop, gate: Turnstile) -> None:
     async def main() -> None:
         going_on = threading.Event()

@@ -112,9 +112,7 @@ class Stream:
         """Ask for the next token."""
         num_tokens = self.sequence.num_pending
         return self.desk.ask(
-            Compute(
-                self.sequence, num_tokens, Wanted.LOGITS, lambda _: None, after_step, params
-            )
+            Compute(self.sequence, num_tokens, Wanted.LOGITS, lambda _: None, after_step, params)
         )
 
     def accept(self, job: Job, params: SamplingParams = GREEDY) -> int:
@@ -161,9 +159,7 @@ def steps_of(desk: Desk, seq_id: int) -> list[int]:
     return [start for step in desk.device.launched for i, start, _ in step if i == seq_id]
 
 
-def test_the_step_after_the_newest_is_launched_before_anybody_asks(
-    desk: Desk, one: Stream
-) -> None:
+def test_the_step_after_the_newest_is_launched_before_anybody_asks(desk: Desk, one: Stream) -> None:
     assert desk.flights.may_launch and not desk.flights.can_go_on
     job = one.ask()
     desk.launch()
@@ -297,9 +293,7 @@ def test_a_feed_is_no_caller_of_a_row(desk: Desk, one: Stream) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
-def test_no_step_ahead_crosses_a_change_of_the_window(
-    desk: Desk, one: Stream, offset: int
-) -> None:
+def test_no_step_ahead_crosses_a_change_of_the_window(desk: Desk, one: Stream, offset: int) -> None:
     first_token(desk, one)
     boundary = one.sequence.num_tokens + offset
     window = WINDOW.with_sinks(2, 4)

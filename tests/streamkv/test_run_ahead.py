@@ -305,5 +305,7 @@ def test_random_histories_are_those_of_their_ids(
             users = [User(made, f"loop {number} {i}", 100 * seed + 10 * number + i) for i in (5, 6)]
             asyncio.run(main())
 
-        run_threads(*(lambda n=n: on_thread(n) for n in range(3)), *(lambda n=n: on_loop(n) for n in (1, 2)))
+        run_threads(
+            *(lambda n=n: on_thread(n) for n in range(3)), *(lambda n=n: on_loop(n) for n in (1, 2))
+        )
         made.settle()
