@@ -100,6 +100,12 @@ class Oracle:
             self._layers[0].append(int(mix(token_id, index, 1)))
             self._layers[1].append(int(mix(self._seen(0, index), index, 3)))
 
+    def give_up(self) -> None:
+        """Take the newest token back."""
+        self.ids.pop()
+        for layer in self._layers:
+            layer.pop()
+
     def token(self, params: SamplingParams | None) -> int:
         """The token after the last one."""
         return answer(self._seen(1, len(self.ids) - 1), params)

@@ -216,9 +216,7 @@ def refuse_token(stream: Stream) -> None:
     """The first token was chosen but not taken: a full disk, a cancelled task."""
     stream.sequence.pending.pop()
     stream.sequence.num_tokens -= 1
-    oracle = Oracle(WINDOW)
-    oracle.extend(stream.oracle.ids[:-1])
-    stream.oracle = oracle
+    stream.oracle.give_up()
 
 
 def take_another(stream: Stream) -> None:
@@ -239,7 +237,17 @@ def keep(stream: Stream) -> None:
     stream.sequence.change_window(start, window)
 
 
-@pytest.mark.parametrize("act", [refuse_token, take_another, feed_more, keep])
+def keep_the_same(stream: Stream) -> None:
+    """The token that was refused comes again, but as one that is kept."""
+    chosen, start = stream.oracle.ids[-1], stream.sequence.num_tokens - 1
+    refuse_token(stream)
+    window = stream.sequence.final_window.with_sinks(start, start + 1)
+    stream.sequence.append([chosen])
+    stream.oracle.keep([chosen])
+    stream.sequence.change_window(start, window)
+
+
+@pytest.mark.parametrize("act", [refuse_token, take_another, feed_more, keep, keep_the_same])
 @pytest.mark.parametrize("landed", [False, True])
 def test_what_was_launched_for_another_course_of_things_is_not_handed_out(
     desk: Desk, one: Stream, act: Callable[[Stream], None], landed: bool
@@ -266,6 +274,28 @@ def test_the_same_token_fed_by_a_caller_may_go_on_from_what_was_launched(
     job = one.ask()
     desk.run()
     one.accept(job)
+
+
+def test_a_token_that_repeats_itself_does_not_make_the_step_after_it_an_answer(
+    desk: Desk, tiers: SmallTiers
+) -> None:
+    """The last token comes again, is refused, and is then asked for once more."""
+    for seq_id in range(1, 100):
+        for last in range(1, 40):
+            oracle = Oracle(WINDOW)
+            oracle.extend([*range(100 * seq_id, 100 * seq_id + 3), 7 * last])
+            if oracle.token(GREEDY) == 7 * last:
+                one = Stream(desk, tiers, seq_id)
+                one.feed([7 * last])
+                first_token(desk, one)
+                refuse_token(one)
+                job = one.ask()
+                desk.device.run_next()
+                desk.launch()
+                desk.flights.drain()
+                one.accept(job)
+                return
+    raise AssertionError("no token repeats itself")
 
 
 def test_other_params_are_no_answer(desk: Desk, one: Stream) -> None:
