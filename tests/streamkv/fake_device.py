@@ -67,6 +67,14 @@ def visible(window: Window, query: Ints, index: Ints) -> npt.NDArray[np.bool_]:
     return (index <= query) & ((index > query - window.window_size) | is_sink)
 
 
+def attend(
+    layer: int, values: Ints, index: Ints, distance: Ints, mask: npt.NDArray[np.bool_]
+) -> Ints:
+    """What each query makes of the tokens that it sees [n], by their values and indices [m]."""
+    seen: Ints = (mask * mix(mix(values, index, 2 + 2 * layer), distance, 7)).sum(axis=1)
+    return seen
+
+
 class Oracle:
     """What the model makes of a stream, from its ids alone.
 
@@ -116,9 +124,13 @@ class Oracle:
 
     def _seen(self, layer: int, index: int) -> int:
         window = [window for start, window in self._windows if start <= index][-1]
-        where = np.arange(index + 1)
-        mixed = mix(self._layers[layer][: index + 1], where, 2 + 2 * layer)
-        return int(mixed[visible(window, where[-1:], where)[0]].sum())
+        where, values = np.arange(index + 1), np.array(self._layers[layer][: index + 1])
+        distance = index - where
+        for start, end in window.sink_ranges:
+            for sink in range(start, min(end, index + 1)):
+                distance[sink] = min(index - sink, window.sink_cap(sink))
+        mask = visible(window, where[-1:], where)
+        return int(attend(layer, values, where, distance[None], mask)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,7 @@ class _Part:
         following: ids after its queries, as far as there are any.
         index, slots: of its tokens [n].
         seen_index, seen_slots: of all tokens that its queries may see [m].
-        mask: which query sees which [n, m].
+        mask, distance: which query sees which, and how far away [n, m].
     """
 
     step: SequenceStep
@@ -142,17 +154,18 @@ class _Part:
     seen_index: Ints
     seen_slots: Ints
     mask: npt.NDArray[np.bool_]
+    distance: Ints
 
     @classmethod
     def of(cls, step: SequenceStep) -> "_Part":
         sequence, start, end = step.sequence, step.start, step.start + step.query_len
         sinks, recent = sequence.table.entries(sequence.window, start, end)
         seen = [
-            (entry.start + slot, entry.block_id * sequence.block_size + slot)
+            (entry.start + slot, entry.block_id * sequence.block_size + slot, slot, entry.cap)
             for entry in (*sinks, *recent)
             for slot in range(entry.first_valid, entry.end_valid)
         ]
-        seen_index, seen_slots = np.array(seen, dtype=np.int64).T
+        seen_index, seen_slots, offsets, caps = np.array(seen, dtype=np.int64).T
         ids, following = list[int](), list[int]()
         if step.source is None:
             available = min(step.query_len + 1, sequence.num_pending)
@@ -169,6 +182,7 @@ class _Part:
             seen_index,
             seen_slots,
             visible(sequence.window, index, seen_index),
+            np.minimum(index[:, None] - (seen_index - offsets), caps) - offsets,
         )
 
 
@@ -349,8 +363,7 @@ class Device:
             np.nan_to_num(self._kv[blocks, layer, 0, 0, offsets, column], nan=-1).astype(np.int64)
             for column in (0, 1)
         )
-        seen: Ints = part.mask.astype(np.int64) @ mix(values, index, 2 + 2 * layer)
-        return seen
+        return attend(layer, values, index, part.distance, part.mask)
 
     def _result(self, part: _Part, seen: Ints) -> StepResult:
         match part.step.wanted:

@@ -580,7 +580,7 @@ def num_rows() -> int:
 def test_memory_does_not_grow_with_the_tokens_of_a_stream(desk: Desk, one: Stream) -> None:
     first_token(desk, one)
     counts = []
-    for _ in range(20):
+    for _ in range(6):
         job = one.ask()
         desk.launch()
         desk.run()
