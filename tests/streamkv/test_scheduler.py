@@ -100,3 +100,65 @@ def test_a_stream_one_token_behind_its_chunks_takes_no_step_for_that_token() -> 
             sequence.advance(step.query_len)
             scheduler.postprocess(work, step.query_len)
     assert sizes == [127, 128, 128]
+
+
+def take(scheduler: Scheduler, max_sequences: int) -> list[tuple[int, int]]:
+    """(sequence, tokens) of each part of the next step, which is carried out."""
+    taken = scheduler.schedule(max_sequences)
+    for work, step in taken:
+        step.sequence.advance(step.query_len)
+        scheduler.postprocess(work, step.query_len)
+    return [(step.sequence.seq_id, step.query_len) for _, step in taken]
+
+
+def test_a_step_takes_rows_of_one_token_and_one_longer_part_in_the_order_of_the_queue() -> None:
+    scheduler = Scheduler(prefill_chunk=10)
+    for seq_id, num_tokens in ((1, 1), (2, 25), (3, 1), (4, 15), (5, 1)):
+        scheduler.add(Work(sequence(seq_id, num_tokens), num_tokens))
+    assert take(scheduler, 8) == [(1, 1), (2, 10), (3, 1), (5, 1)]
+    # The part that had to wait comes before the rest of the one that was taken.
+    assert take(scheduler, 8) == [(4, 10)]
+    assert take(scheduler, 8) == [(2, 10)]
+    assert take(scheduler, 8) == [(4, 5)]
+    assert take(scheduler, 8) == [(2, 5)]
+    assert take(scheduler, 8) == [] and len(scheduler) == 0
+
+
+def test_a_step_takes_no_more_sequences_than_it_has_room_for() -> None:
+    scheduler = Scheduler(prefill_chunk=10)
+    for seq_id in range(1, 8):
+        scheduler.add(Work(sequence(seq_id, 1), 1))
+    assert take(scheduler, 3) == [(1, 1), (2, 1), (3, 1)]
+    scheduler.add(Work(sequence(8, 1), 1))
+    assert take(scheduler, 3) == [(4, 1), (5, 1), (6, 1)]
+    assert take(scheduler, 3) == [(7, 1), (8, 1)]
+
+
+def test_nobody_starves_behind_long_feeds_nor_behind_many_tokens() -> None:
+    """Whoever comes back at once goes to the end of the queue."""
+    scheduler = Scheduler(prefill_chunk=4)
+    feeds = {seq_id: sequence(seq_id, 400) for seq_id in (1, 2, 3)}
+    talks = {seq_id: sequence(seq_id, 400) for seq_id in range(4, 12)}
+    for feed in feeds.values():
+        scheduler.add(Work(feed, 400))
+    for talk in talks.values():
+        scheduler.add(Work(talk, 1))
+    for _ in range(60):
+        for seq_id, _ in take(scheduler, 4):
+            if seq_id in talks:
+                scheduler.add(Work(talks[seq_id], 1))
+    for group in (feeds, talks):
+        computed = [made.num_computed for made in group.values()]
+        assert min(computed) > 15
+        assert max(computed) - min(computed) <= 4
+
+
+def test_a_work_item_that_was_taken_out_cannot_be_taken_back() -> None:
+    scheduler = Scheduler(prefill_chunk=8)
+    work = Work(sequence(1, 20), 20)
+    scheduler.add(work)
+    scheduler.schedule()
+    scheduler.remove(work)
+    assert not scheduler.postprocess(work, 8) and len(scheduler) == 1
+    assert scheduler.drain() == [work] and len(scheduler) == 0
+    scheduler.add(work)

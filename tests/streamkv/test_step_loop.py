@@ -1,15 +1,22 @@
 """The engine's thread, with an executor that computes nothing and notes what it was asked."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_device import Device
+from small_tiers import SmallTiers, small_tiers
 
 from streamkv.batch import Batch, Landed, StepResult, Wanted
 from streamkv.errors import EngineClosedError
+from streamkv.executor import Executor
+from streamkv.sampling import SampledToken
+from streamkv.sampling_params import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.step_loop import Call, Compute, StepLoop
 from streamkv.tiers.spec import BlockKey
@@ -292,3 +299,234 @@ def test_a_call_given_up_while_the_engine_closes_holds_nobody_up(executor: Notin
     closing.join(WAIT_S)
     with pytest.raises(EngineClosedError):
         waiting.result(WAIT_S)
+
+
+@pytest.mark.parametrize("where", ["_admit", "_take_step"])
+def test_a_mistake_of_the_engines_own_reaches_everybody_who_waits(
+    executor: NotingExecutor, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    loop = StepLoop(executor, prefill_chunk=4)
+    held, reached = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reached.set()
+        assert held.wait(WAIT_S)
+
+    async def wait_for_one() -> None:
+        await loop.waiter(waiting[0])
+
+    def mistake(*_: object) -> None:
+        raise AssertionError("a mistake of our own")
+
+    first = loop.submit(Call(hold))
+    assert reached.wait(WAIT_S)
+    monkeypatch.setattr(loop, where, mistake)
+    waiting = [loop.submit(Compute(sequence(seq_id, 4), 4)) for seq_id in (1, 2, 3)]
+    call = loop.submit(Call(lambda: "called"))
+    held.set()
+    first.result(WAIT_S)
+    for future in waiting:
+        with pytest.raises(AssertionError, match="a mistake of our own"):
+            future.result(WAIT_S)
+    # On an event loop too, also from now on.
+    with pytest.raises(AssertionError, match="a mistake of our own"):
+        asyncio.run(wait_for_one())
+    assert call.result(WAIT_S) == "called" if where == "_admit" else call.done()
+    with pytest.raises(EngineClosedError):
+        loop.submit(Call(hold))
+    loop.settle(sequence(1, 1))
+    loop.close()
+
+
+def test_calls_that_a_mistake_kept_from_being_carried_out_hear_of_it(
+    executor: NotingExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, gate = StepLoop(executor, prefill_chunk=4), Gate(executor, seq_id=1)
+    loop.submit(Compute(sequence(1, 4), 4))
+    gate.wait()
+
+    def mistake() -> None:
+        raise AssertionError("a mistake of our own")
+
+    monkeypatch.setattr(loop._flights, "drain", mistake)
+    calls = [loop.submit(Call(lambda: None)) for _ in range(3)]
+    late = loop.submit(Compute(sequence(2, 4), 4))
+    gate.open()
+    for future in (*calls, late):
+        with pytest.raises(AssertionError, match="a mistake of our own"):
+            future.result(WAIT_S)
+    loop.close()
+
+
+def test_an_event_loop_hears_of_a_call_before_the_next_step_is_carried_out(
+    loop: StepLoop, executor: NotingExecutor
+) -> None:
+    """On a CPU a step is over when it was launched, and that takes its time."""
+    queued, heard = threading.Event(), threading.Event()
+    heard_in_time: list[bool] = []
+    executor.before_step = lambda seq_id: heard_in_time.append(heard.wait(WAIT_S))
+
+    async def main() -> None:
+        loop.submit(Call(lambda: queued.wait(WAIT_S)))
+        waiter = loop.waiter(loop.submit(Call(lambda: None)))
+        step = loop.waiter(loop.submit(Compute(sequence(1, 4), 4)))
+        queued.set()
+        done, _ = await asyncio.wait([waiter], timeout=WAIT_S / 3)
+        heard.set()
+        assert waiter in done
+        await step
+
+    asyncio.run(main())
+    assert heard_in_time == [True]
+
+
+def test_event_loops_that_are_closed_are_let_go(loop: StepLoop) -> None:
+    async def main() -> object:
+        return await loop.waiter(loop.submit(Call(lambda: 5)))
+
+    for _ in range(4):
+        assert asyncio.run(main()) == 5
+    assert len(loop._mailboxes) == 1
+
+
+def test_two_event_loops_and_threads_get_their_own_results(loop: StepLoop) -> None:
+    def ask(seq_id: int) -> "Future[Any]":
+        logits = Compute(sequence(seq_id, 3), 3, Wanted.LOGITS, lambda logits: logits.tolist())
+        return loop.submit(logits)
+
+    def on_thread(first: int) -> bool:
+        found = [ask(first + i).result(WAIT_S) for i in range(20)]
+        return found == [[10 * (first + i) + 2] * 2 for i in range(20)]
+
+    async def main(first: int) -> bool:
+        found = await asyncio.gather(*(loop.waiter(ask(first + i)) for i in range(20)))
+        return found == [[10 * (first + i) + 2] * 2 for i in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [
+            *(pool.submit(on_thread, first) for first in (100, 200)),
+            *(pool.submit(asyncio.run, main(first)) for first in (300, 400)),
+        ]
+        assert all(answer.result(WAIT_S) for answer in answers)
+
+
+class Held:
+    """An engine's thread over a device that carries nothing out until it may.
+
+    Attributes:
+        loop: of the engine.
+        device: whose steps are held.
+        is_ahead: set once a step was launched ahead.
+        may_run: lets the device go on.
+    """
+
+    def __init__(self, tiers: SmallTiers, max_sequences: int = 2) -> None:
+        self.tiers = tiers
+        self.device = Device(tiers.gpu_pool, max_sequences)
+        self.device.before_launch = self._note
+        self.loop = StepLoop(Executor(self.device, tiers.manager), prefill_chunk=4)
+        self.is_ahead, self.may_run = threading.Event(), threading.Event()
+
+    def _note(self, batch: Batch) -> None:
+        if any(step.source is not None for step in batch.steps):
+            self.is_ahead.set()
+
+    def pause(self) -> None:
+        """Before each step of the device."""
+        assert self.may_run.wait(WAIT_S)
+
+    def stream(self, seq_id: int) -> Sequence:
+        """A stream with one token."""
+        made = self.tiers.sequence(Window(8, ((0, 2),)), seq_id)
+        made.append([10 * seq_id])
+        return made
+
+    def ask(self, made: Sequence) -> "Future[Any]":
+        """Ask for the next token."""
+        params = SamplingParams(temperature=0.0)
+        num_tokens = made.num_pending
+        return self.loop.submit(Compute(made, num_tokens, Wanted.LOGITS, params=params))
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Held]:
+    with small_tiers(tmp_path / "blocks", num_blocks=40, retain="none") as tiers:
+        made = Held(tiers)
+        with made.device.running(made.pause):
+            yield made
+            made.may_run.set()
+            made.loop.close()
+
+
+def test_a_call_runs_once_everything_has_landed(held: Held) -> None:
+    token = held.ask(held.stream(1))
+    assert held.is_ahead.wait(WAIT_S)
+    call = held.loop.submit(Call(lambda: (token.done(), held.device.last)))
+    assert not token.done() and not call.done()
+    held.may_run.set()
+    assert call.result(WAIT_S) == (True, None)
+
+
+def test_settling_waits_for_what_nobody_asked_for(held: Held) -> None:
+    one = held.stream(1)
+    token = held.ask(one)
+    assert held.is_ahead.wait(WAIT_S)
+    held.may_run.set()
+    token.result(WAIT_S)
+    held.loop.settle(one)
+    assert held.device.last is None and not held.loop._flights._ahead
+
+
+def test_close_hands_out_what_is_under_way(held: Held) -> None:
+    token = held.ask(held.stream(1))
+    assert held.is_ahead.wait(WAIT_S)
+    waiting = held.loop.submit(Compute(held.stream(2), 1))
+    closing = threading.Thread(target=held.loop.close)
+    closing.start()
+    while True:
+        try:
+            held.loop.submit(Call(lambda: None)).cancel()
+        except EngineClosedError:
+            break
+    held.may_run.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert isinstance(token.result(WAIT_S), SampledToken)
+    assert waiting.done()
+
+
+def test_a_mistake_while_steps_are_under_way_leaves_nobody_waiting(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistake(*_: object) -> None:
+        raise AssertionError("a mistake of our own")
+
+    tokens = [held.ask(held.stream(seq_id)) for seq_id in (1, 2, 3)]
+    assert held.is_ahead.wait(WAIT_S)
+    monkeypatch.setattr(held.loop, "_deliver", mistake)
+    monkeypatch.setattr(held.loop._flights, "_deliver", mistake)
+    held.may_run.set()
+    for token in tokens:
+        with pytest.raises(AssertionError, match="a mistake of our own"):
+            token.result(WAIT_S)
+
+
+def test_more_streams_than_a_step_has_room_for_all_go_on(held: Held) -> None:
+    """Each caller asks again at once; none is left behind by more than its turn."""
+    held.may_run.set()
+    streams = [held.stream(seq_id) for seq_id in range(1, 6)]
+    counts = dict.fromkeys(range(5), 0)
+    done = threading.Event()
+
+    def talk(number: int) -> None:
+        made = streams[number]
+        while not done.is_set():
+            made.append([held.ask(made).result(WAIT_S).token_id])
+            counts[number] += 1
+            if min(counts.values()) >= 20:
+                done.set()
+
+    with ThreadPoolExecutor(5) as pool:
+        for answer in [pool.submit(talk, number) for number in range(5)]:
+            answer.result(WAIT_S)
+    assert min(counts.values()) >= 20
