@@ -1,4 +1,4 @@
-"""Steps under way, launched, landed and claimed by hand over real tiers and a device in slow motion.
+"""Steps under way, launched, landed and claimed by hand, over tiers and a device in slow motion.
 
 Every token is compared with what the stream's ids alone say, so that the row of another sequence,
 of another token or over stale KV shows.
@@ -8,7 +8,6 @@ import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_device import Device, Oracle
