@@ -1,4 +1,8 @@
-"""Sizes that the GPU kernels are specialised for, checked once, and how a kernel is run."""
+"""Sizes that the GPU kernels are specialised for, checked once, and how a kernel is run.
+
+Queries, pool and rope tables are checked here for all of them, by shape, stride and type; values on
+the device are not looked at.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -204,13 +208,45 @@ def _rows_bytes(shape: Shape, rows: int) -> int:
     return rows * shape.padded_dim * shape.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """How scores become weights.
+
+    Attributes:
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(score / softcap); `None` leaves them.
+        sink_logits: float [num_q_heads], a logit that takes weight and gives no value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+
 def check_layer(shape: Shape, layer: int) -> None:
     """Raise `ConfigError` unless the pool has the layer."""
     fits = 0 <= layer < shape.num_layers
     require("layer", layer, fits, f"Use 0 to {shape.num_layers - 1}.")
 
 
+def check_queries(q: Tensor, pool: Tensor, layer: int, rope: RopeTables) -> Shape:
+    """The shape of queries [T, num_q_heads, head_dim] and pool; raises `ConfigError` if unfit."""
+    require("q", list(q.shape), q.dim() == 3, "Pass [T, num_q_heads, head_dim].")
+    shape = Shape.of(pool, q.shape[1], rope)
+    check_layer(shape, layer)
+    require("q", list(q.shape), q.shape[2] == shape.head_dim, f"Its head_dim is {shape.head_dim}.")
+    require("q", q.dtype, q.dtype == shape.dtype, f"Pass {shape.dtype}, as the pool has.")
+    require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
+    return shape
+
+
 def require(name: str, value: object, fits: bool, remedy: str) -> None:
     """Raise `ConfigError` with name, value and remedy unless the value fits."""
     if not fits:
         raise ConfigError(name, value, "not what the kernels are made for", remedy)
+
+
+def pdl_option(pdl: bool) -> dict[str, bool]:
+    """Launch option to overlap with the kernel before (Hopper and later)."""
+    # The interpreter does not know the option.
+    return {"launch_pdl": True} if pdl else {}

@@ -16,8 +16,7 @@ import triton
 from torch import Tensor
 
 from streamkv.kernels.causal import Squares
-from streamkv.kernels.gpu import Softmax
-from streamkv.kernels.gpu_shape import Launch, Shape, check_layer, require
+from streamkv.kernels.gpu_shape import Launch, Shape, Softmax, check_layer, require
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_window import gather_kernel, join_kernel, turn_kernel
 from streamkv.kernels.window_cut import SIZE_STEP, Part, Rows, Segment

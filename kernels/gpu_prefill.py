@@ -1,0 +1,127 @@
+"""Attention of many consecutive queries of each sequence on a GPU, tile by tile.
+
+A tile says which window entries any of its queries sees, so that a program reads no others; what
+each query sees of them is exact, token by token.
+"""
+
+import torch
+from torch import Tensor
+
+from streamkv.kernels.batch_table import BatchTable
+from streamkv.kernels.gpu_shape import (
+    MIN_ROWS,
+    Launch,
+    Shape,
+    Softmax,
+    check_queries,
+    fitting_launch,
+    prefill_bytes,
+)
+from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.triton_prefill import prefill_kernel
+
+
+def prefill_tiles(
+    table: BatchTable, query_starts: Tensor, num_queries: list[int], shape: Shape, rows: int
+) -> Tensor:
+    """The tiles of a packed row, on the CPU: int32 [num_tiles, 6].
+
+    Args:
+        table, query_starts: on the CPU.
+        num_queries: of each sequence.
+        shape: of the pool.
+        rows: (query, query head) of a tile.
+
+    Returns:
+        For each tile its sequence, its first query there, that query's packed row, its number of
+        queries, and the window entries [low, high) that any of them sees.
+    """
+    per_tile, tiles, packed = max(1, rows // shape.group), [], 0
+    for seq, count in enumerate(num_queries):
+        sinks, entries = int(table.num_sink_entries[seq]), int(table.num_entries[seq])
+        starts, ends = table.starts[seq, sinks:entries], table.end_valid[seq, sinks:entries]
+        window, begin = int(table.window_sizes[seq]), int(query_starts[seq])
+        for first in range(0, count, per_tile):
+            size = min(per_tile, count - first)
+            oldest, newest = begin + first - window + 1, begin + first + size - 1
+            seen = ((starts + ends > oldest) & (starts <= newest)).nonzero()[:, 0]
+            low = sinks + int(seen[0]) if len(seen) else 0
+            high = sinks + int(seen[-1]) + 1 if len(seen) else 0
+            tiles.append((seq, first, packed + first, size, low, high))
+        packed += count
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 6)
+
+
+def prefill_launch(shape: Shape) -> Launch:
+    """Rows of a prefill tile: as many as registers and shared memory hold.
+
+    Raises:
+        ConfigError: the device has too little shared memory.
+    """
+    wanted = Launch(8, 2, 128) if shape.head_dim <= 128 else Launch(8, 2, 64)
+    if shape.dtype == torch.float32:
+        wanted = Launch(4, 1, 32)
+    return fitting_launch(shape, wanted, lambda each: prefill_bytes(shape, each), MIN_ROWS)
+
+
+def prefill(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: BatchTable,
+    query_starts: Tensor,
+    tiles: Tensor,
+    rope: RopeTables,
+    softmax: Softmax,
+    launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many consecutive queries of each sequence.
+
+    Args:
+        q: [T, num_q_heads, head_dim], un-rotated, packed sequence by sequence.
+        pool, layer, table, rope, softmax: as for `decode`.
+        query_starts: int64 [S], token index of each sequence's first query.
+        tiles: of `prefill_tiles` with the rows of the launch, on the device.
+        launch: of the kernel; chosen by shape if not given.
+
+    Returns:
+        out [T, num_q_heads, head_dim] and lse float32 [T, num_q_heads].
+    """
+    shape = check_queries(q, pool, layer, rope)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if not tiles.shape[0]:
+        return out, lse
+    has_sinks = softmax.sink_logits is not None
+    launch = prefill_launch(shape) if launch is None else launch
+    constants = shape.constants()
+    prefill_kernel[(tiles.shape[0], shape.num_kv_heads)](
+        q,
+        tiles,
+        table.addresses,
+        table.starts,
+        table.caps,
+        table.first_valid,
+        table.end_valid,
+        table.num_sink_entries,
+        table.window_sizes,
+        query_starts,
+        rope.cos,
+        rope.sin,
+        softmax.sink_logits if has_sinks else lse,
+        out,
+        lse,
+        layer * shape.layer_bytes,
+        shape.value_offset,
+        softmax.scale,
+        softmax.softcap or 1.0,
+        *q.stride()[:2],
+        table.capacity,
+        **constants,
+        ROWS=launch.rows,
+        HAS_SOFTCAP=softmax.softcap is not None,
+        HAS_SINK_LOGITS=has_sinks,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return out, lse
