@@ -1,5 +1,6 @@
 """Twins of the GPU kernels: the same arguments, computed sequence by sequence by the oracle."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from streamkv.kernels import reference
 from streamkv.kernels.batch_table import BatchTable
+from streamkv.kernels.recall_table import RecallTable, recalled_visible
 from streamkv.kernels.rope import RopeTables
 
 
@@ -22,6 +24,8 @@ def attend(
     *,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    recall: RecallTable | None = None,
+    recall_pools: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """What `gpu.decode` and `gpu.prefill` compute, over blocks of all pools.
 
@@ -31,21 +35,26 @@ def attend(
         layer, table, query_starts, rope: as there.
         num_queries: of each sequence.
         scale, softcap, sink_logits: how scores become weights.
+        recall: old blocks of each layer, attended besides.
+        recall_pools: those whose slices the ids of `recall` count through; `pools` if not given.
     """
     blocks = torch.cat([pool.to(q.device) for pool in pools])
+    kept = [pool.to(q.device).flatten(0, 1) for pool in recall_pools or pools]
     outs, lses, begin = [q[:0]], [q.new_zeros(0, q.shape[1], dtype=torch.float32)], 0
     for index, count in enumerate(num_queries):
-        out, lse = reference.attend(
-            q[begin : begin + count],
-            blocks,
-            layer,
-            table.sequence(index),
-            int(query_starts[index]),
-            int(table.window_sizes[index]),
-            rope,
-            scale,
-            softcap=softcap,
-            return_lse=True,
+        tokens = int(query_starts[index]) + torch.arange(count, device=q.device)
+        window_size, block_size = int(table.window_sizes[index]), blocks.shape[4]
+        shared = table.sequence(index)
+        slices, distances = blocks[shared.block_ids, layer], shared.distances(tokens)
+        visible = shared.visible(tokens, window_size, block_size)
+        if recall is not None:
+            old = recall.entries(index, layer)
+            outside = recalled_visible(old, tokens, window_size, block_size)
+            slices = torch.cat([slices, torch.cat(kept)[old.block_ids]])
+            visible = torch.cat([visible, outside], 1)
+            distances = torch.cat([distances, old.distances(tokens)], 1)
+        out, lse = reference.attend_slices(
+            q[begin : begin + count], slices, visible, distances, rope, scale, softcap=softcap
         )
         outs.append(out)
         lses.append(lse)
@@ -55,6 +64,23 @@ def attend(
         return out, lse
     nothing = torch.zeros_like(out)
     return reference.merge(out, lse, nothing, sink_logits.float().expand_as(lse))
+
+
+def merge(outs: Tensor, lses: Tensor, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What `gpu.merge` computes: attention over disjoint sets of keys, from that over each.
+
+    Args:
+        outs: [P, T, num_q_heads, head_dim].
+        lses: float32 [P, T, num_q_heads], -inf where a part saw nothing.
+        sink_logits: float [num_q_heads], a logit that takes weight once and gives no value.
+    """
+    values = outs.double().masked_fill(lses.isneginf()[..., None], 0.0)
+    logits = torch.full(lses.shape[2:], -math.inf) if sink_logits is None else sink_logits
+    one_more = logits.to(lses.device, torch.float64).expand(1, *lses.shape[1:])
+    each = torch.cat([one_more, lses.double()])
+    lse = each.logsumexp(0)
+    weights = (each - lse.nan_to_num(neginf=0.0)).exp()[1:]
+    return (values * weights[..., None]).sum(0).to(outs.dtype), lse.float()
 
 
 def copy_blocks(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

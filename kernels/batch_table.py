@@ -52,11 +52,8 @@ class BatchTable:
         """The same on another device."""
         columns = (self.block_ids, self.addresses, self.starts, self.caps)
         counts = (self.num_entries, self.num_sink_entries, self.window_sizes)
-        every: tuple[Tensor, ...] = (*columns, self.first_valid, self.end_valid, *counts)
-        if torch.device(device).type == "cuda":
-            # Nothing waits for a copy out of pinned memory; torch keeps it until it is made.
-            every = tuple(c if c.is_cuda else c.pin_memory() for c in every)
-        return BatchTable(*(column.to(device, non_blocking=True) for column in every))
+        every = (*columns, self.first_valid, self.end_valid, *counts)
+        return BatchTable(*columns_to(every, device))
 
     def sequence(self, index: int) -> SequenceTable:
         """The table of one sequence, with ids as block ids."""
@@ -64,6 +61,16 @@ class BatchTable:
         columns = (self.block_ids, self.starts, self.caps, self.first_valid, self.end_valid)
         block_ids, starts, caps, first, end = (c[index, :count].long() for c in columns)
         return SequenceTable(block_ids, starts, caps, first, end, int(self.num_sink_entries[index]))
+
+
+def columns_to(columns: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """The same columns on another device; nothing waits for copies to a GPU."""
+    if torch.device(device).type != "cuda":
+        # Not waited for, they could be read before they are there.
+        return [column.to(device) for column in columns]
+    # Torch keeps pinned memory until a copy out of it is made.
+    pinned = (column if column.is_cuda else column.pin_memory() for column in columns)
+    return [column.to(device, non_blocking=True) for column in pinned]
 
 
 def block_addresses(block_ids: Tensor, pools: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from streamkv.kernels.decode_plan import plan_decode, plan_recall
 from streamkv.kernels.gpu_decode import (
     DecodeScratch,
     decode,
@@ -20,7 +21,6 @@ from streamkv.kernels.gpu_decode import (
     decode_rows,
     decode_scratch,
     decode_splits,
-    plan_decode,
 )
 from streamkv.kernels.gpu_prefill import prefill, prefill_launch, prefill_tiles
 from streamkv.kernels.gpu_shape import Launch, Shape, Softmax, check_layer, pdl_option, require
@@ -40,6 +40,7 @@ __all__ = [
     "decode_scratch",
     "decode_splits",
     "plan_decode",
+    "plan_recall",
     "prefill",
     "prefill_launch",
     "prefill_tiles",

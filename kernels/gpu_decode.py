@@ -1,16 +1,18 @@
-"""Attention of a few queries of each sequence on a GPU: its plan, its room, and the wrapper.
+"""Attention of a few queries of each sequence on a GPU: its room, its splits, and the wrapper.
 
-What each query sees of each entry is planned once for all layers of a step. Lengths stay on the
-device: shapes and grids follow capacities, so that a captured graph serves a stream as it grows.
+Lengths stay on the device: shapes and grids follow capacities, so that a captured graph serves a
+stream as it grows. What each query sees comes from `decode_plan`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from streamkv.kernels.batch_table import BatchTable
+from streamkv.kernels.decode_plan import check_plan, check_recall
 from streamkv.kernels.gpu_shape import (
     MIN_ROWS,
     Launch,
@@ -22,14 +24,12 @@ from streamkv.kernels.gpu_shape import (
     pdl_option,
     require,
 )
+from streamkv.kernels.recall_table import RecallTable
 from streamkv.kernels.rope import RopeTables
-from streamkv.kernels.triton_decode import decode_kernel, merge_splits_kernel, seen_kernel
+from streamkv.kernels.triton_decode import decode_kernel, merge_splits_kernel
 
-MAX_DECODE_QUERIES = 8
 DECODE_AHEAD = False
 """With PDL, ask the L2 cache for a program's first block while the kernel before still runs."""
-
-_SEEN_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,45 +83,6 @@ def decode_launch(shape: Shape, rows: int, num_queries: int = 1) -> Launch:
     return fitting_launch(shape, wanted, lambda each: decode_bytes(shape, each, num_queries), rows)
 
 
-def plan_decode(
-    table: BatchTable, query_starts: Tensor, num_queries: int, seen: Tensor | None = None
-) -> Tensor:
-    """What each query sees of each entry; made once for all layers of a step.
-
-    Args:
-        table: entries of S sequences, the queries' own slots included.
-        query_starts: int64 [S], token index of each sequence's first query.
-        num_queries: of each sequence.
-        seen: int32 [S * num_queries, C, 4] to write to; made if not given.
-    """
-    fits = query_starts.shape == (table.num_sequences,) and query_starts.dtype == torch.int64
-    wanted = f"Pass int64 [{table.num_sequences}]."
-    require("query_starts", list(query_starts.shape), fits, wanted)
-    most = MAX_DECODE_QUERIES
-    require("num_queries", num_queries, 1 <= num_queries <= most, f"Use 1 to {most}.")
-    rows = table.num_sequences * num_queries
-    if seen is None:
-        shape = (rows, table.capacity, 4)
-        seen = torch.empty(shape, dtype=torch.int32, device=query_starts.device)
-    if rows:
-        seen_kernel[(rows, triton.cdiv(table.capacity, _SEEN_ENTRIES))](
-            table.starts,
-            table.caps,
-            table.first_valid,
-            table.end_valid,
-            table.num_entries,
-            table.num_sink_entries,
-            table.window_sizes,
-            query_starts,
-            seen,
-            table.capacity,
-            QUERIES=num_queries,
-            ENTRIES=_SEEN_ENTRIES,
-            num_warps=4,
-        )
-    return seen
-
-
 def decode(
     q: Tensor,
     pool: Tensor,
@@ -134,6 +95,8 @@ def decode(
     out: Tensor | None = None,
     launch: Launch | None = None,
     pdl: bool = False,
+    recall: RecallTable | None = None,
+    recall_seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the same small number of consecutive queries of each sequence.
 
@@ -149,36 +112,41 @@ def decode(
         out: [S * num_queries, num_q_heads, head_dim] to write to; made if not given.
         launch: of the kernel; chosen by shape if not given.
         pdl: overlap with the kernel before (Hopper and later).
+        recall: old blocks of each layer, attended after the entries of the table.
+        recall_seen: of `plan_recall`; needed with `recall`.
 
     Returns:
         out and lse float32 [S * num_queries, num_q_heads]; a query that sees nothing gets zeros and
         -inf (or its sink logit).
     """
     shape = check_queries(q, pool, layer, rope)
-    num_sequences = table.num_sequences
-    whole = seen.shape == (q.shape[0], table.capacity, 4) and seen.is_contiguous()
-    require("seen", list(seen.shape), whole, f"Pass {[q.shape[0], table.capacity, 4]}.")
+    check_plan("seen", seen, (q.shape[0], table.capacity, 4))
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     fits = out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     require("out", list(out.shape), fits, f"Pass contiguous {q.dtype} {list(q.shape)}.")
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    recalled = _recalled(recall, recall_seen, table, shape, q.shape[0])
     if not q.shape[0]:
         return out, lse
-    num_queries = q.shape[0] // num_sequences
+    num_sequences, num_queries = table.num_sequences, q.shape[0] // table.num_sequences
     if scratch is None:
-        splits = decode_splits(shape, num_sequences, table.capacity, _processors(q.device))
+        capacity = table.capacity + recalled.capacity
+        splits = decode_splits(shape, num_sequences, capacity, _processors(q.device))
         scratch = decode_scratch(shape, num_sequences, num_queries, splits, q.device)
     rows = decode_rows(shape, num_queries)
+    _check_scratch(scratch, num_sequences * shape.num_kv_heads * rows, shape.head_dim)
     launch = decode_launch(shape, rows, num_queries) if launch is None else launch
-    constants = shape.constants() | {"QUERIES": num_queries, "ROWS": rows}
     has_sinks = softmax.sink_logits is not None
     # Where there are none, any pointer will do: it is not read.
     sinks = softmax.sink_logits if has_sinks else lse
+    shared = {"QUERIES": num_queries, "ROWS": rows, "HAS_SINK_LOGITS": has_sinks, "PDL": pdl}
+    constants = shape.constants() | shared | {"SPLITS": scratch.splits}
     decode_kernel[(num_sequences, shape.num_kv_heads, scratch.splits)](
         q,
         table.addresses,
         seen,
         table.num_entries,
+        *recalled[:3],
         rope.cos,
         rope.sin,
         scratch.out,
@@ -192,11 +160,12 @@ def decode(
         softmax.softcap or 1.0,
         *q.stride()[:2],
         table.capacity,
+        layer if recalled.capacity else 0,
+        recalled.num_layers,
+        recalled.capacity,
         **constants,
-        SPLITS=scratch.splits,
+        HAS_RECALL=recalled.capacity > 0,
         HAS_SOFTCAP=softmax.softcap is not None,
-        HAS_SINK_LOGITS=has_sinks,
-        PDL=pdl,
         AHEAD=DECODE_AHEAD and shape.head_dim == triton.next_power_of_2(shape.head_dim),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -213,14 +182,45 @@ def decode(
         out,
         lse,
         **constants,
-        SPLITS=scratch.splits,
         SPLITS_PAD=triton.next_power_of_2(scratch.splits),
-        HAS_SINK_LOGITS=has_sinks,
-        PDL=pdl,
         num_warps=4,
         **pdl_option(pdl),
     )
     return out, lse
+
+
+class _Recalled(NamedTuple):
+    """What the kernel is given of a `RecallTable`."""
+
+    addresses: Tensor
+    seen: Tensor
+    counts: Tensor
+    num_layers: int
+    capacity: int
+
+
+def _recalled(
+    recall: RecallTable | None,
+    recall_seen: Tensor | None,
+    table: BatchTable,
+    shape: Shape,
+    num_rows: int,
+) -> _Recalled:
+    if recall is None:
+        # Nothing reads them.
+        return _Recalled(table.addresses, table.num_entries, table.num_entries, 0, 0)
+    check_recall(recall, table, shape.num_layers)
+    require("recall_seen", recall_seen, recall_seen is not None, "Pass that of `plan_recall`.")
+    assert recall_seen is not None
+    num_layers, capacity = recall.num_layers, recall.capacity
+    check_plan("recall_seen", recall_seen, (num_rows, num_layers, capacity, 4))
+    return _Recalled(recall.addresses, recall_seen, recall.counts, num_layers, capacity)
+
+
+def _check_scratch(scratch: DecodeScratch, num_rows: int, head_dim: int) -> None:
+    needed, found = num_rows * scratch.splits, scratch.lse.numel()
+    fits = found >= needed and scratch.out.numel() >= needed * head_dim
+    require("scratch", found, fits, f"Make it for {needed} rows, by `decode_scratch`.")
 
 
 def _processors(device: torch.device) -> int:

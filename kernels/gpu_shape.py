@@ -23,7 +23,7 @@ MIN_ROWS = 16
 H100_SHARED_BYTES = 227 * 1024
 """Shared memory of a program on an H100 or H200; stands for it where there is no GPU."""
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WARP_GROUP_ROWS = 64
 """Rows from which Hopper's matrix units read both sides from shared memory, one load longer."""
 
@@ -60,7 +60,7 @@ class Shape:
         num_layers, two, num_kv_heads, block_size, head_dim = pool.shape[1:]
         require("pool", list(pool.shape), two == 2, "The third dimension holds K and V.")
         require("pool", pool.stride(), pool.is_contiguous(), "Pass a contiguous pool.")
-        require("dtype", pool.dtype, pool.dtype in _DTYPES, "Use float16, bfloat16 or float32.")
+        require("dtype", pool.dtype, pool.dtype in DTYPES, "Use float16, bfloat16 or float32.")
         fits = block_size >= 16 and block_size & (block_size - 1) == 0
         require("block_size", block_size, fits, "Use a power of two of at least 16.")
         require("head_dim", head_dim, head_dim <= MAX_HEAD_DIM, f"Use at most {MAX_HEAD_DIM}.")

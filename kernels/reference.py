@@ -102,14 +102,41 @@ def attend(
         [T, num_q_heads, head_dim] in q's type; with `return_lse` also float32 [T, num_q_heads]. A
         query that sees nothing gets zeros and -inf.
     """
+    tokens = torch.arange(query_start, query_start + q.shape[0], device=q.device)
+    visible = table.visible(tokens, window_size, pool.shape[4])
+    slices, distances = pool[table.block_ids, layer], table.distances(tokens)
+    out, lse = attend_slices(q, slices, visible, distances, rope, scale, softcap=softcap)
+    return (out, lse) if return_lse else out
+
+
+def attend_slices(
+    q: Tensor,
+    slices: Tensor,
+    visible: Tensor,
+    distances: Tensor,
+    rope: RopeTables,
+    scale: float,
+    *,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T queries over any E slices of one layer.
+
+    Args:
+        q: [T, num_q_heads, head_dim], un-rotated.
+        slices: [E, 2, num_kv_heads, block_size, head_dim].
+        visible: bool [T, E, block_size], the slots that each query sees.
+        distances: int64 [T, E], from each query to each slice's start.
+        rope, scale, softcap: as for `attend`.
+
+    Returns:
+        out in q's type and lse float32; zeros and -inf where a query sees nothing.
+    """
     num_queries, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_kv_heads, block_size = slices.shape[2], slices.shape[3]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tokens = torch.arange(query_start, query_start + num_queries, device=q.device)
-    visible = table.visible(tokens, window_size, block_size)
 
     # An entry without a visible slot may be at any distance, even a negative one.
-    distances = table.distances(tokens).where(visible.any(-1), 0)
+    distances = distances.where(visible.any(-1), 0)
     cos, sin = rope.rows(distances)
     turned = rotate(q.to(exact)[:, None], cos[:, :, None], sin[:, :, None])
     heads = (num_kv_heads, num_q_heads // num_kv_heads, head_dim)
@@ -117,7 +144,7 @@ def attend(
 
     # Nobody sees these slots, but 0 * NaN is NaN: they must not hold what they hold.
     unseen = ~visible.any(0)[:, None, :, None]
-    keys, values = pool[table.block_ids, layer].to(exact).unbind(1)
+    keys, values = slices.to(exact).unbind(1)
     keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
 
     scores = torch.einsum("tehgd,ehjd->thgej", turned, keys) * scale
@@ -126,10 +153,10 @@ def attend(
     scores = scores.masked_fill(~visible[:, None, None], -math.inf).flatten(-2)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    weights = weights.view(*weights.shape[:-1], table.num_entries, block_size)
+    weights = weights.view(*weights.shape[:-1], slices.shape[0], block_size)
     out = torch.einsum("thgej,ehjd->thgd", weights, values)
     out = out.reshape(num_queries, num_q_heads, head_dim).to(q.dtype)
-    return (out, lse.reshape(num_queries, num_q_heads).float()) if return_lse else out
+    return out, lse.reshape(num_queries, num_q_heads).float()
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -219,6 +219,15 @@ def test_what_the_kernels_are_not_made_for_is_refused(change, remedy: str) -> No
         gpu.decode(**(arguments | change(built)))
 
 
+def test_room_for_too_few_rows_is_refused() -> None:
+    built, other = build(Batch((Stream(5), Stream(6)))), build(Batch((Stream(5),)))
+    shape = Shape.of(other.pools[0], 4, other.batch.rope())
+    scratch = gpu.decode_scratch(shape, 1, 1, 2, DEVICE)
+    seen, rope = gpu.plan_decode(built.table, built.query_starts, 1), built.batch.rope()
+    with pytest.raises(ConfigError, match="Make it for 128 rows"):
+        gpu.decode(built.q, built.pools[0], LAYER, built.table, seen, rope, Softmax(0.25), scratch)
+
+
 def test_a_plan_of_wrong_queries_is_refused() -> None:
     built = build(Batch((Stream(5),)))
     with pytest.raises(ConfigError, match="1 to 8"):
