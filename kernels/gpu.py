@@ -22,6 +22,7 @@ from streamkv.kernels.gpu_decode import (
     decode_scratch,
     decode_splits,
 )
+from streamkv.kernels.gpu_merge import merge
 from streamkv.kernels.gpu_prefill import prefill, prefill_launch, prefill_tiles
 from streamkv.kernels.gpu_shape import Launch, Shape, Softmax, check_layer, pdl_option, require
 from streamkv.kernels.rope import RopeTables
@@ -39,6 +40,7 @@ __all__ = [
     "decode_rows",
     "decode_scratch",
     "decode_splits",
+    "merge",
     "plan_decode",
     "plan_recall",
     "prefill",
