@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from fake_device import WAIT_S, Device, DeviceTransfer, Oracle
 
 import streamkv.engine
 from streamkv import Engine, EngineConfig, SamplingParams
-from streamkv.errors import JournalError
+from streamkv.batch import Batch
+from streamkv.errors import EngineClosedError, JournalError, SessionError
 from streamkv.model import ModelAdapter
+from streamkv.outputs import Score
 from streamkv.session import Session
 from streamkv.tiers.gpu_pool import GpuPool
 
 GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True)
+LIMITED = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, max_tokens=7)
 PARAMS = [
     GREEDY,
     GREEDY,
@@ -135,23 +138,29 @@ class User:
         assert recent == self.oracle.ids[-len(recent) :]
 
     def feed(self, ids: list[int]) -> None:
-        """Feed ids."""
-        self.session.feed([ids]).run()
+        """Feed ids; they are accepted before any step of them can fail."""
+        with suppress(MemoryError):
+            self.session.feed([ids]).run()
         self.oracle.extend(ids)
 
     def score(self, ids: list[int]) -> None:
         """Score ids: these, and nothing that was pending before."""
-        scores = self.session.score([ids]).run()
-        first = len(self.oracle.ids)
-        self.oracle.extend(ids)
+        scores, first = list[Score](), len(self.oracle.ids)
         expected = list(enumerate(ids, first))
+        try:
+            scores.extend(self.session.score([ids]))
+        except MemoryError:
+            expected = expected[: len(scores)]
+        if self.session.num_tokens > first:
+            self.oracle.extend(ids)
         assert [(score.token_index, score.token_id) for score in scores] == expected
         for score in scores:
             assert score.logprob == pytest.approx(self.oracle.logprob(score.token_index))
 
     def keep(self, text: str) -> None:
         """Keep a text."""
-        self.session.keep(text)
+        with suppress(MemoryError):
+            self.session.keep(text)
         self.oracle.keep(self.rig.engine.tokenizer.encode(text))
 
     def expect(self, params: SamplingParams, token_id: int | None) -> None:
@@ -167,7 +176,12 @@ class User:
         self.check()
 
     def act(self) -> None:
-        """Do one thing."""
+        """Do one thing, to the end or until a step of it fails."""
+        with suppress(MemoryError):
+            self._act()
+        self.check()
+
+    def _act(self) -> None:
         params = self.rng.choice(PARAMS)
         match self.rng.randrange(12):
             case 0:
@@ -191,7 +205,6 @@ class User:
                     generation.close()
             case _:
                 self.generate(params, self.rng.randrange(1, 40))
-        self.check()
 
     def generate(self, params: SamplingParams, num_tokens: int) -> None:
         """Generate, and give up after so many tokens, or reach the end there."""
@@ -225,6 +238,19 @@ class User:
             case 2:
                 self.keep("a")
         self.generate(params, 4)
+
+    def act_plainly(self) -> None:
+        """Generate, or feed a token at a time."""
+        if self.rng.random() < 0.7:
+            for delta in self.session.generate(LIMITED):
+                self.expect(GREEDY, delta.token_id)
+        else:
+            [token_id] = self.ids(1, 1)
+            before = self.session.num_tokens
+            try:
+                self.session.feed([[token_id]]).run()
+            finally:
+                self.oracle.extend([token_id] * (self.session.num_tokens - before))
 
     async def act_async(self) -> None:
         """Do one thing on an event loop."""
@@ -321,4 +347,60 @@ def test_random_histories_are_those_of_their_ids(
             *(functools.partial(on_thread, number) for number in range(3)),
             *(functools.partial(on_loop, number) for number in (1, 2)),
         )
+        made.settle()
+
+
+@pytest.mark.parametrize(("seed", "max_sequences"), [(1, 2), (2, 6)])
+def test_steps_that_fail_to_start_or_on_the_device_change_nothing_but_for_their_callers(
+    tiny_model_dir: Path, tmp_path: Path, seed: int, max_sequences: int
+) -> None:
+    rng = random.Random(seed)
+
+    def fail_now_and_then(batch: Batch) -> None:
+        if rng.random() < 0.04:
+            raise MemoryError("no room for this step")
+
+    with rig(tiny_model_dir, tmp_path / "store", max_sequences, seed, retain="window") as made:
+        made.device.before_launch = made.device.before_results = fail_now_and_then
+
+        def use(number: int) -> None:
+            user = User(made, f"unlucky {number}", 100 * seed + number)
+            for _ in range(25):
+                user.act()
+            user.session.close()
+
+        run_threads(*(functools.partial(use, number) for number in range(5)))
+        made.settle()
+
+
+@pytest.mark.parametrize("num_acts", [3, 12])
+def test_an_engine_closed_in_the_middle_loses_nothing_that_was_handed_out(
+    tiny_model_dir: Path, tmp_path: Path, num_acts: int
+) -> None:
+    users: list[User] = []
+    busy = threading.Barrier(6)
+
+    def use(user: User) -> None:
+        for _ in range(num_acts):
+            user.act_plainly()
+        busy.wait(WAIT_S)
+        with pytest.raises((EngineClosedError, SessionError), match="closed"):
+            while True:
+                user.act_plainly()
+
+    with rig(tiny_model_dir, tmp_path / "store", 3, retain="window") as made:
+        users = [User(made, f"cut off {number}", number) for number in range(5)]
+
+        def close() -> None:
+            busy.wait(WAIT_S)
+            made.engine.close()
+
+        run_threads(close, *(functools.partial(use, user) for user in users))
+    with rig(tiny_model_dir, tmp_path / "store", 3, retain="window") as made:
+        for user in users:
+            user.session = made.engine.session(user.name)
+            user.expect_unseen(GREEDY)
+            user.generate(GREEDY, 30)
+            user.check()
+            user.session.close()
         made.settle()
