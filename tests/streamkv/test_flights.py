@@ -1,4 +1,4 @@
-"""Steps under way, launched, landed and claimed by hand, over tiers and a device in slow motion.
+"""Steps under way, launched, landed and claimed by hand, over real tiers and a slow device.
 
 Every token is compared with what the stream's ids alone say, so that the row of another sequence,
 of another token or over stale KV shows.
@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from fake_device import Device, Oracle
+from fake_device import Device
+from fake_model import Oracle
 from small_tiers import SmallTiers, small_tiers
 
 from streamkv.batch import Batch, StepResult, Wanted

@@ -1,6 +1,6 @@
 """Real sessions over a device that runs ahead: whatever they do, every stream is that of its ids.
 
-The model, its speed and its memory are `fake_device`'s; engine, sessions, tiers, scheduling and the
+Model and device are `fake_model`'s and `fake_device`'s; engine, sessions, tiers, scheduling and the
 engine's thread are real. Sessions feed, score, keep, generate, give up in the middle, are refused
 tokens by a full disk, go to sleep and wake up, on threads and on event loops, in random order.
 """
@@ -18,7 +18,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fake_device import WAIT_S, Device, DeviceTransfer, Oracle
+from fake_device import WAIT_S, Device, DeviceTransfer
+from fake_model import Oracle
 
 import streamkv.engine
 from streamkv import Engine, EngineConfig, SamplingParams
