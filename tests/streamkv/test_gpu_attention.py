@@ -188,8 +188,8 @@ def test_scratch_serves_chunks_that_are_no_longer_and_windows_that_are_no_wider(
     num_blocks = 16000 // B
     bench = Bench(num_blocks=num_blocks)
     bench.attention._squares = plain_squares()
-    long_narrow = bench.step(0, 4096, Window(2048))
-    short_wide = bench.step(5000, 1500, Window(4096))
+    long_narrow = bench.step(0, 2048, Window(2048))
+    short_wide = bench.step(9000, 1500, Window(8192))
     made = []
     for step in (long_narrow, short_wide, short_wide, long_narrow, short_wide):
         many = bench.attention._plan_prefill([step])
@@ -198,6 +198,8 @@ def test_scratch_serves_chunks_that_are_no_longer_and_windows_that_are_no_wider(
         assert many.scratch.k_reversed.shape[0] >= many.plan.cut.num_previous
         made.append(many.scratch)
     assert made[1] is made[2]
+    both = bench.attention._plan_prefill([long_narrow, short_wide])
+    assert not hasattr(both, "scratch")
 
 
 @needs_gpu
