@@ -163,11 +163,14 @@ def test_a_single_last_token_has_no_score_at_all(adapter: ModelAdapter) -> None:
 def test_scores_do_not_depend_on_how_many_rows_of_logits_are_made_at_once(
     adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = some_ids(adapter, 4, 300)
+    # The interpreter takes its time.
+    num_scores = 79 if KIND == "triton" and not ON_GPU else 299
+    ids = some_ids(adapter, 4, num_scores + 1)
     expected = expected_scores(adapter, ids)
-    for num_rows in (1, 100, 299, 300):
-        monkeypatch.setattr("streamkv.runner.LOGIT_BYTES", num_rows * 4 * adapter.vocab_size)
+    module = "streamkv.triton_runner" if KIND == "triton" else "streamkv.runner"
+    for num_rows in (1, 50, num_scores, num_scores + 1):
+        monkeypatch.setattr(f"{module}.LOGIT_BYTES", num_rows * 4 * adapter.vocab_size)
         bench = Bench(adapter)
-        [result] = bench.run(SequenceStep(bench.sequence(ids), 299, Wanted.SCORES))
+        [result] = bench.run(SequenceStep(bench.sequence(ids), num_scores, Wanted.SCORES))
         assert result.scores is not None
         torch.testing.assert_close(result.scores, expected, atol=2e-4, rtol=0)
