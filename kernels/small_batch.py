@@ -191,6 +191,13 @@ class Product:
             norm: prepare the outputs for the next product.
         """
         require("num_rows", num_rows, 1 <= num_rows <= MAX_ROWS, f"Use 1 to {MAX_ROWS}.")
+        most = len(self._rows)
+        require("num_rows", num_rows, num_rows <= most, f"The buffer has {most} rows.")
+        self._check("out", out, num_rows)
+        if added is not None:
+            self._check("added", added, num_rows)
+        if norm is not None:
+            self._check("scaled", norm.scaled, num_rows)
         matrix, tile, num_padded = self.matrix, self.tile, padded_rows(num_rows)
         # On the device the descriptor of the rows is made for this number of them.
         rows = TensorDescriptor.from_tensor(self._rows, [num_padded, tile.chunk])
@@ -225,6 +232,13 @@ class Product:
             num_stages=tile.num_stages,
             **({"launch_pdl": True} if self._pdl else {}),
         )
+
+    def _check(self, name: str, rows: Tensor, num_rows: int) -> None:
+        num_out = self.matrix.num_out
+        fits = rows.dim() == 2 and rows.shape[1] == num_out and len(rows) >= num_rows
+        fits = fits and rows.is_contiguous() and rows.dtype == self._rows.dtype
+        wanted = f"Pass contiguous {self._rows.dtype} [{num_rows} or more, {num_out}]."
+        require(name, list(rows.shape), fits, wanted)
 
     def _ahead(self) -> int:
         """Columns to ask for ahead: a power of two times 64, as `tl.arange` wants it."""

@@ -65,7 +65,7 @@ class GpuModel:
         return (self._forward or self._adapter).hidden(input_ids, attend)
 
     def _checked_forward(self, forward: GpuForward) -> GpuForward | None:
-        ids = self._ids()
+        ids = self._ids(CHECKED_ROWS)
         expected = self._adapter.hidden(ids[None], mix)
         return forward if self._agree("forward", forward.hidden(ids[None], mix), expected) else None
 
@@ -75,24 +75,29 @@ class GpuModel:
         device = torch.cuda.get_device_properties(self._adapter.model.device)
         choice = TileChoice(cache, device.name)
         decoder = GpuDecoder(weights, max_rows, choice, pdl=device.major >= 9)
+        # Rows are padded to these sizes, and each has tiles of its own.
         for num_rows in sorted({min(max_rows, rows) for rows in (16, 32, 64)}):
             decoder.prepare(num_rows)
-        ids = self._ids()[:max_rows]
-        found = decoder.logits(ids, torch.full_like(ids, -1), torch.zeros_like(ids), mix)
-        expected = self._adapter.head(self._adapter.hidden(ids[None], mix))
-        return decoder if self._agree("decode step", found, expected) else None
+            ids = self._ids(num_rows)
+            found = decoder.logits(ids, torch.full_like(ids, -1), torch.zeros_like(ids), mix)
+            expected = self._adapter.head(self._adapter.hidden(ids[None], mix))
+            if not self._agree(f"decode step of {num_rows} rows", found, expected):
+                return None
+        return decoder
 
     def _agree(self, what: str, found: Tensor, expected: Tensor) -> bool:
-        difference = float((found.float() - expected.float()).norm() / expected.float().norm())
+        # By row: among many, one that is wrong would hardly show.
+        lengths = expected.float().norm(dim=1)
+        difference = float(((found.float() - expected.float()).norm(dim=1) / lengths).max())
         # A NaN agrees with nothing.
         if difference <= _TOLERANCES[self._adapter.model.dtype]:
             return True
         _log.warning("our own %s differs from the model by %g and is not used", what, difference)
         return False
 
-    def _ids(self) -> Tensor:
+    def _ids(self, num_rows: int) -> Tensor:
         generator = torch.Generator().manual_seed(5)
-        ids = torch.randint(self._adapter.vocab_size, (CHECKED_ROWS,), generator=generator)
+        ids = torch.randint(self._adapter.vocab_size, (num_rows,), generator=generator)
         return ids.to(self._adapter.model.device)
 
 

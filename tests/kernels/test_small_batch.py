@@ -279,6 +279,10 @@ Change = Callable[[Built], object]
         ),
         (lambda b: b.product.run(b.out, 0), "num_rows=0.* Use 1 to 64"),
         (lambda b: b.product.run(b.out, MAX_ROWS + 1), "num_rows=65.* Use 1 to 64"),
+        (lambda b: b.product.run(b.out, len(b.x) + 1), "num_rows=17.* The buffer has 16 rows"),
+        (lambda b: b.product.run(b.nan(3, 56), 4), "out=.*float32 .4 or more, 56"),
+        (lambda b: b.product.run(b.nan(16, 55), 4), "out=.*float32 .4 or more, 56"),
+        (lambda b: b.product.run(b.out, 4, added=b.nan(56, 16).t()), "added=.* Pass contiguous"),
     ],
 )
 def test_what_the_kernel_is_not_made_for_is_refused(change: Change, remedy: str) -> None:
