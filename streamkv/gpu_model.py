@@ -47,6 +47,9 @@ class GpuModel:
         except NativeUnavailableError as error:
             _log.info("the model's own code runs on the GPU: %s", error)
             return
+        if adapter.model.device.type == "cuda":
+            # The parts that were merged are gone, but torch would keep their memory for itself.
+            torch.cuda.empty_cache()
         self._forward = self._checked_forward(GpuForward(weights))
         if decodes and self._forward is not None and adapter.model.dtype in _DECODER_TYPES:
             try:
