@@ -49,6 +49,7 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("memory"),
     Benchmark("sessions"),
     Benchmark("gpu_attention", needs_gpu=True),
+    Benchmark("gpu_products", needs_gpu=True),
     Benchmark("gpu_decode", needs_gpu=True),
     Benchmark("gpu_prefill", needs_gpu=True),
     Benchmark("gpu_stream", reads_book=True, needs_gpu=True),
