@@ -111,5 +111,6 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         adapter.trained_length,
         capacity=table_capacity(config, adapter.spec) if captures else 0,
         max_sequences=config.max_sessions,
+        max_chunk=config.prefill_chunk,
         cache=cache_root(),
     )

@@ -18,7 +18,12 @@ from streamkv.kernels.batch_table import BatchTable, batch_table
 from streamkv.kernels.causal import Squares, choose_squares
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.window_plan import WindowPlan, window_plan
-from streamkv.kernels.window_prefill import WindowScratch, window_prefill, window_scratch
+from streamkv.kernels.window_prefill import (
+    WindowScratch,
+    num_positions,
+    window_prefill,
+    window_scratch,
+)
 from streamkv.model_attention import Attend
 from streamkv.runner import build_table
 
@@ -139,10 +144,14 @@ class GpuAttention:
         if self._squares is None:
             return None
         block_size, device = self._shape.block_size, self._pool.device
+        window_size = step.sequence.window.window_size
+        needed = num_positions(step.query_len, window_size, block_size)
+        if needed > self._rope.num_positions:
+            return None
         plan = window_plan(host, 0, step.start, step.query_len, block_size, device)
         if plan is None:
             return None
-        size = (step.query_len, step.sequence.window.window_size)
+        size = (step.query_len, window_size)
         known = [
             scratch
             for made, scratch in self._scratch.items()

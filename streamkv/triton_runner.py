@@ -30,8 +30,8 @@ from streamkv.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
-MARGIN = 8192 + 513
-"""How far a chunk, a tile and a block reach beyond the largest distance in use."""
+MARGIN = 513
+"""How far a tile and a block reach beyond the largest distance in use."""
 
 _NOT_DRAWN = Draw(SamplingParams(temperature=0.0), 0)
 """For a row whose token the host chooses: what the device chooses there is not read."""
@@ -53,6 +53,7 @@ class TritonRunner:
         max_distance: largest distance between a query and a key in use.
         capacity: entries of a sequence in a captured step; 0 captures none.
         max_sequences: of a step.
+        max_chunk: queries of one sequence in a step; more attend in a slower way.
         cache: directory for what was measured on this device.
     """
 
@@ -63,6 +64,7 @@ class TritonRunner:
         max_distance: int,
         capacity: int = 0,
         max_sequences: int = BUCKETS[-1],
+        max_chunk: int = 8192,
         cache: Path | None = None,
     ) -> None:
         self.model = model
@@ -70,7 +72,8 @@ class TritonRunner:
         num_rows = max(buckets_for(self.max_sequences))
         self._pool = pool
         self._device = pool.device
-        self._rope = RopeTables(model.inv_freq.to(self._device), max_distance + MARGIN)
+        num_positions = max(max_distance, max_chunk) + MARGIN
+        self._rope = RopeTables(model.inv_freq.to(self._device), num_positions)
         self._shape = gpu.Shape.of(pool, model.num_q_heads, self._rope)
         self._softmax = {scale: gpu.Softmax(scale) for scale in set(model.scales)}
         self._attention = GpuAttention(pool, self._rope, self._shape, self._softmax)

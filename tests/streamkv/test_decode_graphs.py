@@ -72,7 +72,7 @@ class Bench:
         self._num_opened = 0
         longest = adapter.trained_length
         self.plain = TritonRunner(adapter, self.pool.data, longest)
-        self.captured = TritonRunner(adapter, self.pool.data, longest, CAPACITY, MOST, cache)
+        self.captured = TritonRunner(adapter, self.pool.data, longest, CAPACITY, MOST, cache=cache)
         assert self.captured.has_graphs and not self.plain.has_graphs
         # What was captured ran once, on rows that are all unused.
         assert not self.pool.data.isfinite().any()

@@ -202,6 +202,16 @@ def test_scratch_serves_chunks_that_are_no_longer_and_windows_that_are_no_wider(
     assert not hasattr(both, "scratch")
 
 
+@pytest.mark.parametrize(("window_size", "fits"), [(2048, True), (4096, False)])
+def test_a_chunk_that_turns_beyond_the_tables_attends_by_tiles(
+    window_size: int, fits: bool
+) -> None:
+    bench = Bench(num_blocks=3000 // B)
+    bench.attention._squares = plain_squares()
+    planned = bench.attention._plan_prefill([bench.step(0, 2048, Window(window_size))])
+    assert hasattr(planned, "scratch") is fits
+
+
 @needs_gpu
 @pytest.mark.parametrize("past", [0, 64 * 50 + 7])
 def test_a_long_chunk_by_squares_is_that_by_tiles(past: int) -> None:
