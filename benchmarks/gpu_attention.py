@@ -10,12 +10,12 @@ call finds its KV in the cache. Peers, each at its best page size: FlashInfer, F
 
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from common import arguments, finish, require, say
-from report import Report, median
+from gpu_timing import graph_ms
+from report import Report
 from torch import Tensor
 
 from streamkv.kernels import batch_reference, gpu
@@ -39,37 +39,7 @@ KV_BYTES = 1.2e9
 BOUNDS = (1.05, 1.02)
 """Times of the better paged peer, where that takes under and over 0.1 ms."""
 PINNED_GBS = 50.0
-WARM_S = 0.4
 PINNED_MS = 0.29
-
-
-def time_ms(calls: Sequence[Callable[[], object]], repeats: int = 40) -> float:
-    """Median milliseconds of one of the calls, all captured in one graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    # What ran before (a check, random numbers) leaves the clocks low for some tenths of a second:
-    # timed at once, the largest shape took 0.556 ms, and 0.489 ever after.
-    warm_until = time.monotonic() + WARM_S
-    while time.monotonic() < warm_until:
-        graph.replay()
-        torch.cuda.synchronize()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / len(calls))
-    return median(found)
 
 
 def rope(length: int) -> RopeTables:
@@ -197,12 +167,12 @@ def contiguous(kv: Tensor, q: Tensor, batch: int, context: int) -> list[Callable
 def peers(batch: int, context: int, copies: int, q: Tensor) -> dict[str, float]:
     """Milliseconds of each peer that is installed, at its best page size."""
     kv = torch.randn(copies, 2, batch * context, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
-    found = {"sdpa_contiguous": time_ms(contiguous(kv, q, batch, context))}
+    found = {"sdpa_contiguous": graph_ms(contiguous(kv, q, batch, context))}
     paged = {"flash_attention_3": (flash_attention_3, (16, 64, 128)),
              "flashinfer": (flash_infer, (16, 64))}  # fmt: skip
     for name, (make, pages) in paged.items():
         try:
-            found[name] = min(time_ms(make(kv, q, batch, context, page)) for page in pages)
+            found[name] = min(graph_ms(make(kv, q, batch, context, page)) for page in pages)
         except ImportError as error:
             say(f"  no {name}: {error}")
     return found
@@ -217,7 +187,7 @@ def measure_shape(report: Report, batch: int, context: int) -> None:
     pool = torch.randn(
         blocks + 1, copies, 2, KV_HEADS, BLOCK, DIM, dtype=torch.bfloat16, device="cuda"
     )
-    own = time_ms(own_calls([pool], q, batch, context))
+    own = graph_ms(own_calls([pool], q, batch, context))
     del pool
     torch.cuda.empty_cache()
     others = peers(batch, context, copies, q)
@@ -249,7 +219,7 @@ def measure_pinned(report: Report, share: float) -> None:
     check(q, pools, table, starts, tables_of, scratch)
     softmax, out = gpu.Softmax(SCALE), torch.empty_like(q)
     seen = gpu.plan_decode(table, starts, 1)
-    ms = time_ms(
+    ms = graph_ms(
         [lambda: gpu.decode(q, pools[0], 0, table, seen, tables_of, softmax, scratch, out)]
     )
     rate = host.nbytes / ms / 1e6

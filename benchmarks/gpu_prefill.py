@@ -12,12 +12,12 @@ then feeds 32,768 tokens through a model of that shape with random weights.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from common import arguments, finish, greedy, pieces, require, say
+from gpu_timing import Call, round_ms
 from random_model import LLAMA_8B, engine_config, ids, random_adapter, random_engine
 from report import Report, median
 from torch import Tensor
@@ -41,11 +41,8 @@ BOUND_RATE = 36000
 """Tokens a second of the whole model."""
 VLLM_RATE = 37900
 """vLLM 0.24.0 on an H200 with the same sliding window; measured apart, not in this run."""
-WARM_S = 0.4
 SLICE = 32
 FLOPS = 4 * CHUNK * WINDOW * DIM * Q_HEADS
-
-Call = Callable[[], object]
 
 
 class Chunk(NamedTuple):
@@ -58,25 +55,6 @@ class Chunk(NamedTuple):
     plan: WindowPlan
     shape: gpu.Shape
     squares: Squares
-
-
-def time_ms(calls: Sequence[Call], repeats: int = 15) -> float:
-    """Median milliseconds of one of the calls, which go round."""
-    warm_until = time.monotonic() + WARM_S
-    while time.monotonic() < warm_until:
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for call in calls:
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / len(calls))
-    return median(found)
 
 
 def stream_table(num_blocks: int) -> SequenceTable:
@@ -237,10 +215,10 @@ def measure_attention(report: Report, *, quick: bool) -> None:
     calls, kernel = own(chunk), triton_kernel(chunk)
     check(chunk, calls[0](), "window_prefill")  # type: ignore[arg-type]
     check(chunk, kernel[0](), "Triton's prefill")  # type: ignore[arg-type]
-    ms = time_ms(calls)
-    peers = {"triton_prefill": time_ms(kernel), "causal_8192": time_ms(causal_mark(chunk))}
+    ms = round_ms(calls)
+    peers = {"triton_prefill": round_ms(kernel), "causal_8192": round_ms(causal_mark(chunk))}
     if not quick:
-        peers["flex_attention"] = time_ms(flex(chunk))
+        peers["flex_attention"] = round_ms(flex(chunk))
     per_token = 1e3 * MODEL_LAYERS / CHUNK
     report.add(
         "window_us_per_token",
@@ -252,7 +230,7 @@ def measure_attention(report: Report, *, quick: bool) -> None:
     rates = {name: FLOPS / value / 1e9 for name, value in peers.items()}
     report.add("window_tflops", FLOPS / ms / 1e9, "TFLOP/s", better="higher", peers=rates)
     for name, step in by_step(chunk).items():
-        report.add(f"window_{name}_ms", time_ms(step), "ms")
+        report.add(f"window_{name}_ms", round_ms(step), "ms")
     shown = ", ".join(f"{name} {value:.4f}" for name, value in peers.items())
     say(f"  one layer: {ms:.4f} ms; {shown}")
 

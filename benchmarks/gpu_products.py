@@ -8,12 +8,11 @@ residual are in it, for which cuBLAS would need further kernels that are not cou
 """
 
 import sys
-import time
-from collections.abc import Callable, Sequence
 
 import torch
 from common import arguments, finish, require, say
-from report import Report, median
+from gpu_timing import Call, graph_ms
+from report import Report
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
@@ -30,33 +29,6 @@ PRODUCTS = {
 
 ROWS = (1, 16, 64)
 WEIGHT_BYTES = 2.4e9
-WARM_S = 0.3
-
-Call = Callable[[], object]
-
-
-def time_us(calls: Sequence[Call], repeats: int = 15) -> float:
-    """Median microseconds of one of the calls, all in one graph."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    warm_until = time.monotonic() + WARM_S
-    while time.monotonic() < warm_until:
-        graph.replay()
-        torch.cuda.synchronize()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1000 * begin.elapsed_time(end) / len(calls))
-    return median(found)
 
 
 class Case:
@@ -115,8 +87,8 @@ def measure(report: Report, name: str, num_rows: int) -> None:
     tiles = fitting_tiles(case.matrices[0], num_rows)
     for tile in tiles:
         case.check(tile)
-    best = min(tiles, key=lambda tile: time_us(case.calls(tile), repeats=5))
-    own, peer = time_us(case.calls(best)), time_us(case.peer_calls())
+    best = min(tiles, key=lambda tile: graph_ms(case.calls(tile), repeats=5))
+    own, peer = (1000 * graph_ms(calls) for calls in (case.calls(best), case.peer_calls()))
     label = f"{name}_{num_rows}_rows"
     rate = case.weight_bytes / own / 1e6
     report.add(f"{label}_us", own, "us", peers={"cublas": peer}, tb_per_s=rate, tile=str(best))
