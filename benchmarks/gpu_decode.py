@@ -146,6 +146,22 @@ def measure_demotion(
     say(f"  a block every {steps_per_block} steps: {slowdown:.4f} x, {demoting.count} blocks")
 
 
+def num_compiled() -> int:
+    """Kernels in Triton's cache on disk: whatever is compiled is put there."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    return sum(1 for _ in cache.iterdir()) if cache.is_dir() else 0
+
+
+def num_compiled_while_growing(engine: Engine) -> int:
+    """Kernels compiled while a stream grows from 10 tokens over several blocks, token by token."""
+    with engine.session("growing") as session:
+        session.feed([ids(1, 10)]).run()
+        session.generate(greedy(2)).run()
+        before = num_compiled()
+        session.generate(greedy(300)).run()
+        return num_compiled() - before
+
+
 def measure(
     report: Report, adapter: ModelAdapter, window_size: int, batches: Sequence[int], tokens: int
 ) -> None:
@@ -156,6 +172,10 @@ def measure(
     with random_engine(adapter, config) as engine:
         say(f"  engine ready after {time.monotonic() - began:.1f} s")
         check(engine)
+        if window_size == 4096:
+            report.add(
+                "compiled_while_growing", num_compiled_while_growing(engine), "kernels", bound=0
+            )
         # Blocks of different sessions are full at different steps.
         sessions = [fed(engine, f"s{i}", i, window_size + 64 + i) for i in range(max(batches))]
         for batch in batches:
