@@ -1,5 +1,6 @@
 """The engine: a model, its pools and store, its own thread, and the sessions that share them."""
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable
@@ -102,10 +103,14 @@ class Engine:
         gc.freeze()
 
     def _open_tiers(self) -> None:
-        try:
+        with contextlib.ExitStack() as opened:
+            # Whatever fails to open leaves no lock and no thread behind.
+            if self._store is not None:
+                opened.callback(self._store.close)
             spec = self._adapter.spec
             cpu_bytes = parse_size("cpu_bytes", self.config.cpu_bytes)
             self._cpu_pool = make_cpu_pool(spec, cpu_bytes, self._gpu_pool.data.device)
+            opened.callback(self._cpu_pool.close)
             self._tiers = TierManager(
                 spec,
                 self._gpu_pool,
@@ -117,22 +122,21 @@ class Engine:
                 max_pending=self.config.prefill_chunk // spec.block_size + 4,
                 transfer=make_transfer(self._gpu_pool),
             )
-        except BaseException:
-            if self._store is not None:
-                self._store.close()
-            raise
-        self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
-        executor = Executor(self._runner, self._tiers)
-        self._loop.drive(executor)
-        self._opener = SessionOpener(
-            self.config,
-            self._adapter,
-            self._tokenizer,
-            executor,
-            self._tiers,
-            self._gpu_pool.num_blocks,
-            self._store,
-        )
+            opened.callback(self._tiers.close)
+            self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
+            opened.callback(self._runner.close)
+            executor = Executor(self._runner, self._tiers)
+            self._loop.drive(executor)
+            self._opener = SessionOpener(
+                self.config,
+                self._adapter,
+                self._tokenizer,
+                executor,
+                self._tiers,
+                self._gpu_pool.num_blocks,
+                self._store,
+            )
+            opened.pop_all()
 
     @property
     def model_name(self) -> str:

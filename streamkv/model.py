@@ -105,7 +105,7 @@ class ModelAdapter:
             on_progress: called with a line for people before anything that takes seconds.
 
         Raises:
-            ConfigError: a dtype that no KV has.
+            ConfigError: a dtype that no KV has, or a device without room for the weights.
             ModelError: not found, or its files are damaged.
             UnsupportedModelError: attention here would differ from the model's own.
         """
@@ -125,7 +125,7 @@ class ModelAdapter:
         _refuse_config(_read_config(name, directory, trust_remote_code))
         model = _read_model(name, directory, getattr(torch, dtype), trust_remote_code)
         fingerprint = model_fingerprint(model, directory)
-        model.to(device)  # type: ignore[arg-type]  # its signature hides behind a wrapper
+        _move(model, device)
         adapter = cls(model, name=name, directory=directory, fingerprint=fingerprint)
         probe_once(adapter)
         return adapter
@@ -153,6 +153,19 @@ class ModelAdapter:
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """Logits float32 [R, vocab_size] of hidden states [R, hidden_size], by the model's head."""
         return self.head(hidden_rows).float()
+
+
+def _move(model: PreTrainedModel, device: str) -> None:
+    try:
+        model.to(device)  # type: ignore[arg-type]  # its signature hides behind a wrapper
+    except torch.OutOfMemoryError as error:
+        num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        raise ConfigError(
+            "device",
+            device,
+            f"it has no room for weights of {num_bytes} bytes ({brief(error)})",
+            'Free memory of the GPU, or use a smaller model or device="cpu".',
+        ) from error
 
 
 class _GivenHidden(nn.Module):

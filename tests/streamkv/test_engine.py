@@ -1,6 +1,7 @@
 """The engine: what it refuses at the door, and that a refusal leaves nothing behind."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,21 @@ def test_an_unknown_model_is_a_bad_value() -> None:
     with pytest.raises(ValueError, match="no-such-model") as caught:
         Engine("./no-such-model")
     assert isinstance(caught.value, ModelError)
+
+
+def test_a_runner_that_cannot_be_made_leaves_neither_lock_nor_thread(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(SMALL, store=str(tmp_path / "store"))
+    before = {thread.name for thread in threading.enumerate()}
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no room for a graph")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("streamkv.engine.make_runner", refuse)
+        with pytest.raises(MemoryError, match="no room for a graph"):
+            Engine(str(tiny_model_dir), config)
+    assert {thread.name for thread in threading.enumerate()} <= before
+    with Engine(str(tiny_model_dir), config) as engine:
+        assert engine.session_names() == []

@@ -206,6 +206,19 @@ def test_unknown_dtype_is_refused_before_the_model_is_looked_for() -> None:
         ModelAdapter.load("no/such-model", dtype="int8")
 
 
+def test_a_device_without_room_for_the_weights_is_refused(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    with pytest.raises(
+        ConfigError, match=r"device='cuda': it has no room for weights of \d+ bytes"
+    ):
+        ModelAdapter.load(str(tiny_model_dir), device="cuda")
+
+
 def test_missing_weights_are_named(random_model_dir: Callable[..., Path]) -> None:
     directory = random_model_dir("llama")
     weights = load_file(directory / "model.safetensors")
