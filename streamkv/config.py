@@ -90,6 +90,13 @@ def _require_directory(field: str, value: object) -> None:
         raise ConfigError(field, value, "not a path", "Use the path of a directory, or None.")
 
 
+def choose_dtype(wanted: str, device: str) -> str:
+    """The element type of weights and KV: as wanted, or what the device is best at."""
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if device == "cuda" else "float32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of an `Engine`.

@@ -50,13 +50,6 @@ def gpu_problem() -> str | None:
     return None
 
 
-def choose_dtype(wanted: str, device: Device) -> str:
-    """The element type of weights and KV: as wanted, or what the device is best at."""
-    if wanted != "auto":
-        return wanted
-    return "float32" if device == "cpu" else "bfloat16"
-
-
 def plan_memory(adapter: ModelAdapter, config: EngineConfig) -> GpuPlan:
     """Divide up the memory of the GPU that the model's weights are on already.
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from streamkv.config import EngineConfig, parse_size
+from streamkv.config import EngineConfig, choose_dtype, parse_size
 from streamkv.device import (
     choose_device,
-    choose_dtype,
     make_cpu_pool,
     make_runner,
     make_transfer,

@@ -10,7 +10,7 @@ from typing import Any
 from streamkv.cli.console import Output
 from streamkv.cli.doctor_checks import Check, Level
 from streamkv.cli.doctor_model import local_directory, read_size
-from streamkv.config import EngineConfig, format_size
+from streamkv.config import EngineConfig, choose_dtype, format_size
 from streamkv.errors import ConfigError
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, plan_gpu, require_room
 
@@ -62,7 +62,7 @@ def gpu_report(model: str, config: EngineConfig) -> PlanReport:
         # Imported only here: it takes seconds, and fails where transformers is not the right one.
         import torch
 
-        from streamkv.device import choose_dtype, gpu_problem
+        from streamkv.device import gpu_problem
     except ImportError as error:
         return PlanReport(problem=f"the engine cannot be imported ({error})")
     problem = gpu_problem()

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from streamkv.cli.places import chosen_store
-from streamkv.config import EngineConfig
+from streamkv.config import EngineConfig, choose_dtype
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.sampling_params import SamplingParams
 
@@ -78,6 +78,7 @@ _ENGINE = (
     _Field("window_size", "--window", int, "Newest tokens attended."),
     _Field("num_sink_tokens", "--sinks", int, "First tokens attended for ever."),
     _Field("dtype", "--dtype", str, "auto, float32, bfloat16 or float16."),
+    _Field("device", "--device", str, "auto, cpu or cuda: a GPU."),
     _Field("num_threads", "--threads", int, "Threads of the CPU path; all cores unless given."),
     _Field("compile", "--compile", str, "Compile the decode step in the background: auto or off."),
 )
@@ -133,8 +134,9 @@ def _with_options(command: Command, fields: tuple[_Field, ...], has_store: bool)
         model = given.pop("model")
         chosen = _taken(given, fields)
         if has_store:
-            store = chosen_store(model, given.pop("store"), chosen.get("dtype"))
-            chosen["store"] = str(store)
+            # By the type that the engine will take: a store holds one.
+            dtype = choose_dtype(chosen.get("dtype", "auto"), chosen.get("device", "auto"))
+            chosen["store"] = str(chosen_store(model, given.pop("store"), dtype))
         command(options=EngineOptions(model, EngineConfig(**chosen)), **given)
 
     extra = [_keyword("model", ModelOption, DEFAULT_MODEL)]

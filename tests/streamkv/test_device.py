@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from streamkv import Engine, EngineConfig, SamplingParams
+from streamkv.config import choose_dtype
 from streamkv.device import (
     choose_device,
-    choose_dtype,
     gpu_problem,
     make_cpu_pool,
     make_runner,

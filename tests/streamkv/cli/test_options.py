@@ -54,6 +54,24 @@ def test_a_store_that_is_not_given_is_that_of_model_and_type(
     assert options.config == EngineConfig(store="/data/streamkv/m-bfloat16", dtype="bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"device": "cuda"}, "m-bfloat16"),
+        ({"device": "cuda", "dtype": "auto"}, "m-bfloat16"),
+        ({"device": "cuda", "dtype": "float32"}, "m"),
+        ({"device": "cpu"}, "m"),
+    ],
+)
+def test_the_store_is_that_of_the_type_which_the_device_takes(
+    given: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    _, options, _ = call(with_engine(note), name="diary", model="m", **given)
+    assert options.config.store == f"/data/streamkv/{name}"
+    assert options.config.device == given["device"]
+
+
 def test_a_bare_engine_has_no_store() -> None:
     command = with_bare_engine(note)
     assert "store" not in inspect.signature(command).parameters
