@@ -55,7 +55,9 @@ class TileChoice:
             return
         products = {name: dataclasses.asdict(tile) for name, tile in self._known.items()}
         every = self._every()
-        every[self._about] = products
+        # Another process may have saved since: what only that one measured stays.
+        others = every.get(self._about)
+        every[self._about] = (others if isinstance(others, dict) else {}) | products
         beside = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

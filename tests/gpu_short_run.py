@@ -1,7 +1,7 @@
 """A short run of everything that touches a GPU, to be watched by compute-sanitizer.
 
-    python tests/gpu_short_run.py [--eager] [--profile]
-    CUDA_LAUNCH_BLOCKING=1 python tests/gpu_short_run.py
+    python -P tests/gpu_short_run.py [--eager] [--profile]
+    CUDA_LAUNCH_BLOCKING=1 python -P tests/gpu_short_run.py
 
 A tiny random Llama (2 layers, head_dim 64, bf16): prefill in chunks, those of a long window by
 causal squares; decode steps of one to three sessions in captured graphs; demotion into a small
@@ -22,9 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from conftest import save_random_model, save_tiny_tokenizer
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
+
+# Only now, since tests/ has a streamkv/ of its own.
+sys.path.append(str(Path(__file__).parent))
+from conftest import save_random_model, save_tiny_tokenizer
 
 WINDOW_SIZE = 2048
 CHUNK = 1024

@@ -70,6 +70,16 @@ def test_the_next_process_remembers(tmp_path: Path) -> None:
     assert [path.name for path in directory.iterdir()] == ["tiles.json"]
 
 
+def test_what_another_process_saved_meanwhile_stays(tmp_path: Path) -> None:
+    first, second = TileChoice(tmp_path, DEVICE), TileChoice(tmp_path, DEVICE)
+    choose(first, "qkv")
+    choose(second, "o")
+    first.save()
+    second.save()
+    both = TileChoice(tmp_path, DEVICE)
+    assert choose(both, "qkv") == choose(both, "o") == (FAST, [])
+
+
 def test_what_is_not_saved_is_not_remembered(tmp_path: Path) -> None:
     choose(TileChoice(tmp_path, DEVICE))
     assert list(tmp_path.iterdir()) == []

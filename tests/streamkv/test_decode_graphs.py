@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import ON_GPU
+from gpu_cases import DEVICE, ON_GPU
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
@@ -53,8 +53,8 @@ def test_buckets_serve_so_many_rows_and_few_more(max_rows: int, expected: list[i
 def test_a_runner_has_room_for_the_rows_that_pad_its_largest_step(
     tiny_model_dir: Path, num_sequences: int
 ) -> None:
-    adapter = ModelAdapter.load(str(tiny_model_dir))
-    pool = GpuPool(adapter.spec, 1, "cpu")
+    adapter = ModelAdapter.load(str(tiny_model_dir), device=DEVICE)
+    pool = GpuPool(adapter.spec, 1, DEVICE)
     runner = TritonRunner(adapter, pool.data, 4096, max_sequences=num_sequences)
     assert runner.max_sequences == min(num_sequences, 64)
     assert len(runner._outputs.ids) == buckets_for(num_sequences)[-1]

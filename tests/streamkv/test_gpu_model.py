@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from streamkv.gpu_decoder import GpuDecoder
 from streamkv.gpu_forward import GpuForward
-from streamkv.gpu_model import GpuModel, mix
+from streamkv.gpu_model import CHECKED_ROWS, GpuModel, mix
 from streamkv.gpu_weights import GpuWeights, gpu_weights
 from streamkv.kernels.small_batch import Tile
 from streamkv.kernels.tile_choice import TileChoice, Timing
@@ -288,6 +289,25 @@ def test_a_small_difference_is_seen_too(
     norm.register_forward_hook(lambda module, inputs, output: output * 1.01)
     GpuModel(adapter, 4, None, decodes=False)
     assert "is not used" in caplog.text
+
+
+def test_a_token_that_rounding_moves_far_does_not_keep_our_forward_away() -> None:
+    """A row counts by its median over several tokens; a row that is always wrong is seen."""
+    adapter: Any = SimpleNamespace(
+        vocab_size=100, model=SimpleNamespace(dtype=torch.float32, device="cpu")
+    )
+    model = GpuModel.__new__(GpuModel)
+    model._adapter = adapter
+
+    def few(ids: Tensor) -> Tensor:
+        return (ids % 4 == 0).float()
+
+    def always(ids: Tensor) -> Tensor:
+        return (torch.arange(len(ids)) == 3).float()
+
+    assert few(torch.arange(100)).mean() == 0.25
+    assert model._agree("forward", CHECKED_ROWS, few)
+    assert not model._agree("forward", CHECKED_ROWS, always)
 
 
 def test_a_decode_step_that_cannot_be_made_is_left_out(

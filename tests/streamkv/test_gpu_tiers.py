@@ -10,6 +10,8 @@ from streamkv import Engine, EngineConfig, SamplingParams, Session
 
 pytestmark = [
     pytest.mark.gpu,
+    # Another process must not choose other tiles between two engines: they round otherwise.
+    pytest.mark.usefixtures("own_cache"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -319,8 +319,8 @@ def test_a_block_that_was_live_before_its_first_query_is_seen_by_it() -> None:
 
 def test_going_back_within_a_block_shows_what_is_visible_again() -> None:
     """A row that was filled for a later query serves an earlier one of its block."""
-    bench = Bench(1)
     sinks = tuple((start, start + 1) for start in range(0, B, 2))
+    bench = Bench(1, capacity=2 * len(sinks) + 4)
     sequence = bench.sequence(B + 9, Window(B, sinks))
     steps = [bench.step(sequence)]
     later = [SequenceStep(sequence, 1, Wanted.LOGITS, start=steps[0].start + 5, source=0)]
