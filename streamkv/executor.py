@@ -81,6 +81,11 @@ class Executor:
         if sequence.num_computed // sequence.block_size > before:
             self.drop_expired(sequence)
 
+    def count_written_head(self, sequence: Sequence) -> None:
+        """Count the first pending token as computed if its KV exists and others follow it."""
+        if sequence.head_is_written and sequence.num_pending > 1:
+            self.advance(sequence, 1)
+
     def drop_expired(self, sequence: Sequence) -> None:
         """Give back the blocks that left the window of a sequence."""
         for block_id, key in sequence.take_expired():

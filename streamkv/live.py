@@ -95,6 +95,9 @@ class LiveStream:
         with self.intake.lock:
             self.intake.close()
             try:
+                # Else a resume would compute it anew, in a chunk, which rounds otherwise than a
+                # decode step did.
+                self.executor.count_written_head(self.sequence)
                 if self.journal is not None and self.checkpointer is not None:
                     self._store_all(self.journal, self.checkpointer)
             finally:

@@ -78,6 +78,20 @@ def test_the_last_token_of_a_step_for_logits_stays_pending_with_its_kv_written(
     assert key is not None and tiers.restored(key) == [4.0, 5.0, 6.0, 7.0]
 
 
+def test_a_written_head_is_counted_only_if_something_follows_it(tiers: SmallTiers) -> None:
+    one = tiers.sequence(WINDOW)
+    one.append(range(8))
+    tiers.step(one, 8, Wanted.LOGITS)
+    tiers.executor.count_written_head(one)
+    assert (one.num_computed, one.num_pending) == (7, 1)
+    one.append([8])
+    tiers.executor.count_written_head(one)
+    assert (one.num_computed, one.num_pending) == (8, 1)
+    assert one.table[1].key is not None
+    tiers.executor.count_written_head(one)
+    assert (one.num_computed, one.num_pending) == (8, 1)
+
+
 def test_blocks_without_a_key_are_given_back_too(tiers: SmallTiers) -> None:
     one = tiers.sequence(Window(4))
     one.exact_from = 8

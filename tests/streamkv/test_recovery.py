@@ -133,6 +133,21 @@ def test_a_clean_close_resumes_without_computing_anything(
     assert found == undisturbed(tiny_model_dir, TEXT[:5000], 30)
 
 
+def test_a_session_closed_after_an_answer_computes_nothing_of_it_anew(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """A decode step and a chunk round otherwise: what one made the other must not replace."""
+    for num_tokens in (1, 2, 63, 64, 65):
+        store = config(str(tmp_path / str(num_tokens)), "all")
+        with Engine(str(tiny_model_dir), store) as engine, engine.session("one") as session:
+            session.feed(TEXT[:300]).run()
+            session.generate(greedy(num_tokens)).run()
+            assert session.stats().num_computed == session.num_tokens - 2
+            written = session.num_tokens - 1
+        with Engine(str(tiny_model_dir), store) as engine, engine.session("one") as session:
+            assert session.stats().num_computed == written
+
+
 def test_kept_text_survives_a_restart(tiny_model_dir: Path, tmp_path: Path) -> None:
     found = []
     for cut in (False, True):
