@@ -106,17 +106,23 @@ def draw(
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    shown = panels(answers, not_possible)
     if not answers:
         raise InputError("answers", str(path), "no answer to draw", "Run some questions first.")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    figure = make_figure(setting, answers, not_possible)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def make_figure(
+    setting: Mapping[str, Any], answers: Sequence[Answer], not_possible: Sequence[NotPossible]
+) -> Any:
+    """The picture as a figure of matplotlib: a panel for each mode, and a bar of colours."""
     from matplotlib.figure import Figure
 
+    shown = panels(answers, not_possible)
     num_lengths, num_depths = len(shown[0].lengths), len(shown[0].depths)
     width = max(len(shown) * (0.8 + 0.75 * num_lengths) + 1.2, 7.0)
-    height = 1.9 + 0.38 * num_depths
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(width, 1.9 + 0.38 * num_depths), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
     for panel, axis in zip(shown, axes, strict=True):
         image = _draw_panel(axis, panel)
@@ -125,8 +131,7 @@ def draw(
     bar.set_label("share found")
     figure.suptitle("How often a number hidden in real text is found")
     figure.supxlabel(caption(setting), fontsize="x-small", wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _draw_panel(axis: Any, panel: Panel) -> Any:

@@ -32,10 +32,15 @@ def report(
 ) -> dict[str, Any]:
     """All of a run as JSON values: commit, date, machine and versions are those of `setting`."""
     about = ("commit", "date", "machine", "versions")
+    asked = {  # by this run and those before it
+        "lengths": sorted({answer.length for answer in answers}),
+        "modes": [mode for mode in MODES if any(answer.mode == mode for answer in answers)],
+    }
+    kept = {name: value for name, value in setting.items() if name not in (*about, "questions")}
     return {
         "benchmark": "recall",
         **{name: setting.get(name) for name in about},
-        "setting": {name: value for name, value in setting.items() if name not in about},
+        "setting": {**kept, **asked},
         "figures": figures(answers),
         "cells": [
             {**cell._asdict(), "found": share.found, "asked": share.asked}
