@@ -108,6 +108,8 @@ def recall(
 
     output = Output(as_json)
     if redraw is not None:
+        if redraw.suffix != ".jsonl":  # else a file beside it might be itself
+            raise InputError("redraw", str(redraw), "no .jsonl", "Give the .jsonl of a run.")
         _finish(Files.of(redraw), output)
         return
     plan = RecallPlan(

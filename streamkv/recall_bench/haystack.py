@@ -58,11 +58,17 @@ class Passage:
         source: name of the text that it begins in.
         first_token: index of its first token there.
         token_ids: its tokens.
+        texts: every text that it has tokens of.
     """
 
     source: str
     first_token: int
     token_ids: list[int]
+    texts: tuple[Source, ...]
+
+    def may_contain(self, text: str) -> bool:
+        """Whether one of its texts contains this one, in the passage or elsewhere."""
+        return any(text in source.text() for source in self.texts)
 
 
 class Haystack:
@@ -100,14 +106,10 @@ class Haystack:
             ids = source.ids(self._encode)
             if len(ids) >= num_tokens:
                 first = draw(len(ids) - num_tokens + 1, *purpose, "place")
-                return Passage(source.name, first, list(ids[first : first + num_tokens]))
+                return Passage(source.name, first, list(ids[first : first + num_tokens]), (source,))
         if self._join:
             return self._joined(num_tokens, *purpose)
         raise self._too_short(num_tokens)
-
-    def contains(self, text: str) -> bool:
-        """Whether a text that was drawn from contains this one."""
-        return any(text in source.text() for source in self.sources if source._ids is not None)
 
     def _joined(self, num_tokens: int, *purpose: object) -> Passage:
         place = draw(len(self.sources), *purpose, "source")
@@ -115,15 +117,16 @@ class Haystack:
         ids = source.ids(self._encode)
         first = draw(max(len(ids), 1), *purpose, "place")
         token_ids = list(ids[first : first + num_tokens])
-        idle = 0
+        texts, idle = [source], 0
         while len(token_ids) < num_tokens and idle < len(self.sources):
             place = (place + 1) % len(self.sources)
             more = self.sources[place].ids(self._encode)
+            texts.append(self.sources[place])
             idle = 0 if more else idle + 1
             token_ids += more[: num_tokens - len(token_ids)]
         if len(token_ids) < num_tokens:
             raise self._too_short(num_tokens)
-        return Passage(source.name, first, token_ids)
+        return Passage(source.name, first, token_ids, tuple(texts[: len(self.sources)]))
 
     def _too_short(self, num_tokens: int) -> InputError:
         sizes = [(len(source.ids(self._encode)), source.name) for source in self.sources]

@@ -20,6 +20,9 @@ COLOURS = "cividis"
 DARK = 0.5
 """Shares below it have a dark cell and light text."""
 
+PANELS_ACROSS = 2
+"""So that a page shows them at a size that can be read."""
+
 NOT_POSSIBLE = "not\npossible"
 
 
@@ -120,14 +123,19 @@ def make_figure(
     from matplotlib.figure import Figure
 
     shown = panels(answers, not_possible)
-    num_lengths, num_depths = len(shown[0].lengths), len(shown[0].depths)
-    width = max(len(shown) * (0.8 + 0.75 * num_lengths) + 1.2, 7.0)
-    figure = Figure(figsize=(width, 1.9 + 0.38 * num_depths), dpi=150, layout="constrained")
-    axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
-    for panel, axis in zip(shown, axes, strict=True):
+    across = min(len(shown), PANELS_ACROSS)
+    down = -(-len(shown) // across)
+    width = max(across * (0.5 + 0.68 * len(shown[0].lengths)) + 1.2, 6.5)
+    height = 0.9 + down * (0.8 + 0.34 * len(shown[0].depths))
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for panel, axis in zip(shown, axes, strict=False):
         image = _draw_panel(axis, panel)
-    axes[0].set_ylabel("depth of the needle")
-    bar = figure.colorbar(image, ax=list(axes), shrink=0.9, pad=0.01)
+    for unused in axes[len(shown) :]:
+        unused.remove()
+    for first in axes[::across]:
+        first.set_ylabel("depth of the needle")
+    bar = figure.colorbar(image, ax=list(axes[: len(shown)]), shrink=0.9, pad=0.01)
     bar.set_label("share found")
     figure.suptitle("How often a number hidden in real text is found")
     figure.supxlabel(caption(setting), fontsize="x-small", wrap=True)
@@ -161,11 +169,19 @@ def _draw_panel(axis: Any, panel: Panel) -> Any:
             )
     for column in panel.refused:
         _draw_refused(axis, panel, column)
+    _draw_lines(axis, panel)
     axis.set_title(panel.mode)
     axis.set_xlabel("tokens")
     axis.set_xticks(range(len(panel.lengths)), [_short(length) for length in panel.lengths])
     axis.set_yticks(range(len(panel.depths)), [f"{depth:g}" for depth in panel.depths])
     return image
+
+
+def _draw_lines(axis: Any, panel: Panel) -> None:
+    """Thin lines between cells: equal shares side by side stay apart."""
+    for count, line in ((len(panel.lengths), axis.axvline), (len(panel.depths), axis.axhline)):
+        for place in range(1, count):
+            line(place - 0.5, color="white", linewidth=0.8)
 
 
 def _draw_refused(axis: Any, panel: Panel, column: int) -> None:

@@ -98,7 +98,7 @@ class QuestionMaker:
             raise ConfigError("lengths", length, "no room for the needle and a text", remedy)
         passage = self._haystack.passage(num_hay, *purpose)
         for attempt in range(1, TRIES):
-            if not self._haystack.contains(number):
+            if not passage.may_contain(number):
                 break
             other, same_room = self._needle(purpose, attempt)
             if len(same_room) == len(needle):

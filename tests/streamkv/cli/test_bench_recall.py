@@ -173,6 +173,7 @@ def test_without_data_it_says_what_text_it_is(
         (["--feed-in", "full"], "feed_in='full': not a mode to read in"),
         (["--recall-blocks", "-1"], "recall_blocks=-1: out of range"),
         (["--window-size", "12"], "window_size=12: smaller than one block"),
+        (["--redraw", "/nowhere.json"], "redraw='/nowhere.json': no .jsonl. Give the"),
         (["--redraw", "/nowhere.jsonl"], "answers='/nowhere.jsonl': No such file"),
     ],
 )

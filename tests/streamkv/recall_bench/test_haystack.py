@@ -57,6 +57,9 @@ def test_joined_files_follow_one_another_round_and_round(tmp_path: Path) -> None
     for place in range(20):
         passage = hay.passage(13, place)
         first = text_of(passage.token_ids)
+        assert {source.name for source in passage.texts} == {"a.md", "b.md"}
+        assert passage.may_contain("bc") and passage.may_contain("de")
+        assert not passage.may_contain("cd")
         assert len(first) == 13
         assert first in "abcde" * 4
         assert first[0] == {"a.md": "abc", "b.md": "de"}[passage.source][passage.first_token]

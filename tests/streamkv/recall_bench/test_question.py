@@ -110,6 +110,21 @@ def test_no_number_is_drawn_that_the_text_has(tokenizer: Tokenizer, tmp_path: Pa
     assert second != first
 
 
+def test_a_number_of_another_text_does_no_harm(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Else a question would depend on which texts were read before it."""
+    (tmp_path / "long.md").write_text(WORDS * 20)
+
+    def hay() -> Haystack:
+        return read_directory(tmp_path, lambda text: tokenizer.encode(text, at_start=False))
+
+    number = maker(hay(), tokenizer).make(200, 0).number
+    (tmp_path / "small.md").write_text(f"{number}.")
+    again = hay()
+    for source in again.sources:
+        source.ids(lambda text: tokenizer.encode(text, at_start=False))
+    assert maker(again, tokenizer).make(200, 0).number == number
+
+
 def test_a_length_without_room_for_the_needle_is_refused(
     haystack: Haystack, tokenizer: Tokenizer
 ) -> None:
