@@ -314,6 +314,21 @@ def _encoded(record: Record) -> tuple[RecordKind, bytes]:
     return kind, payload
 
 
+def read_header(path: Path) -> SessionHeader:
+    """What a session was created with; another process may be writing its journal.
+
+    Raises:
+        JournalError, StoreFormatError: as `Journal.open`.
+    """
+    fd = journal_file.open_unlocked(path)
+    try:
+        return _read_header(path, fd)[0]
+    except OSError as error:
+        raise _cannot_read(path, error) from error
+    finally:
+        os.close(fd)
+
+
 def delete_journal(path: Path) -> None:
     """Delete a journal that may be damaged, but not one that is open.
 

@@ -5,17 +5,20 @@ from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import InputError, JournalError
+from streamkv.errors import InputError, JournalError, StoreFormatError
 from streamkv.executor import Executor
 from streamkv.intake import Intake
-from streamkv.journal import Journal
-from streamkv.journal_records import Closed, Rewound
+from streamkv.journal import Journal, read_header
+from streamkv.journal_records import Closed, Rewound, SessionHeader
 from streamkv.outputs import FinishReason, SessionStats
 from streamkv.past import MemoryPast, Past, TextMarks, text_chars_at
-from streamkv.recovery import Recovery, open_block_key, stream_keys
+from streamkv.recovery import Recovery, open_block_key
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.store import Store
+from streamkv.stream_keys import all_keys
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 from streamkv.tokenizer import Tokenizer
 from streamkv.window import Window
 
@@ -32,6 +35,7 @@ class LiveStream:
         created_window: the window of the session's creation.
         intake: where tokens come in.
         journal: `None` without a store.
+        store: where it lasts; `None` if it does not.
         memory: what remembers the stream without a store.
         checkpointer: `None` without a store.
         tokenizer: of the model.
@@ -47,6 +51,7 @@ class LiveStream:
     created_window: Window
     intake: Intake
     journal: Journal | None
+    store: Store | None
     memory: MemoryPast
     checkpointer: Checkpointer | None
     tokenizer: Tokenizer
@@ -186,9 +191,29 @@ class LiveStream:
         with self.intake.lock:
             self.intake.close()
             self.executor.release(self.sequence)
-            keys = []
+            keys: set[BlockKey] = set()
             if self.journal is not None:
-                keys = stream_keys(self.sequence, self.journal, self.created_window)
+                keys = self._keys_of(self.journal) - self._keys_of_relatives(self.journal.header)
             self.tiers.forget(self.name, keys).wait()
             if self.journal is not None:
                 self.journal.delete()
+
+    def _keys_of(self, journal: Journal) -> set[BlockKey]:
+        sequence = self.sequence
+        return all_keys(journal.scan(), sequence.root_key, sequence.block_size, self.created_window)
+
+    def _keys_of_relatives(self, header: SessionHeader) -> set[BlockKey]:
+        """Keys of the sessions with the same salt: forks, and what this one was forked from."""
+        found: set[BlockKey] = set()
+        names = self.store.session_names() if self.store is not None else []
+        for name in names:
+            if name == self.name or self.store is None:
+                continue
+            path = self.store.journal_path(name)
+            try:
+                if read_header(path).salt == header.salt:
+                    with Journal.read_beside(path) as journal:
+                        found |= self._keys_of(journal)
+            except (JournalError, StoreFormatError) as error:
+                _log.warning("session %r: its blocks are not looked for (%s)", name, error)
+        return found

@@ -232,6 +232,7 @@ class SessionOpener:
             created_window=created_window,
             intake=intake,
             journal=journal,
+            store=self._store,
             memory=memory,
             checkpointer=checkpointer,
             tokenizer=tokenizer,

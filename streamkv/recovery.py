@@ -205,9 +205,9 @@ class Recovery:
             if not window.is_expired(index * size, (index + 1) * size, stored.token_index)
         }
         found = self._keep_live(wanted)
-        self._set_windows(stored.token_index)
         pending = self._past.ids(stored.token_index, self._past.state.num_tokens)
         sequence.restart_at(stored.token_index, stored.chain_key, pending.tolist())
+        self._set_windows(stored.token_index)
         sequence.exact_from = 0
         is_whole = self._fetch([key for key in wanted if key not in found], found)
         for key, index in wanted.items():
@@ -310,9 +310,3 @@ def open_block_key(name: str, sequence: Sequence) -> BlockKey:
     start = sequence.num_computed - sequence.num_computed % sequence.block_size
     policy = policy_in_force(sequence.window, start, sequence.block_size)
     return partial_key(name, sequence.chain_key, sequence.open_ids, policy)
-
-
-def stream_keys(sequence: Sequence, past: Past, created: Window) -> list[BlockKey]:
-    """Keys of all full blocks of a stream; `created` is the window of its creation."""
-    windows = replay_windows(past, created)
-    return list(chain_keys(sequence, past, windows, sequence.num_computed))

@@ -1,6 +1,9 @@
 """What a session is compared with: one that was given the same tokens and nothing else."""
 
+from dataclasses import dataclass, field
+
 from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv.journal_records import GivenKind, Kept
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
 TEXT = "".join(
@@ -35,26 +38,67 @@ def generated(session: Session, params: SamplingParams = SEEDED) -> list[int]:
     return [delta.token_id for delta in session.generate(params) if delta.token_id is not None]
 
 
-def plain(engine: Engine, ids: list[int], name: str = "plain") -> Session:
-    """A new session that is fed these ids."""
+@dataclass
+class Stream:
+    """What a session should hold.
+
+    Attributes:
+        ids: of all tokens.
+        kept: (token_index, num_tokens) of each text that was kept.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    kept: list[tuple[int, int]] = field(default_factory=list)
+
+    def copy(self) -> "Stream":
+        """The same, going its own way."""
+        return Stream(list(self.ids), list(self.kept))
+
+    def rewind(self, token_index: int) -> None:
+        """Forget the later tokens; a text that was kept before stays so, whatever is left of it."""
+        del self.ids[token_index:]
+        self.kept = [span for span in self.kept if span[0] < token_index]
+
+
+def plain(engine: Engine, stream: Stream, name: str = "plain") -> Session:
+    """A new session that is given these tokens."""
     session = engine.session(name)
-    session.feed([ids]).run()
+    sequence, done = session._live.sequence, 0
+    ends = [*(start for start, _ in stream.kept[1:]), len(stream.ids)]
+    for (start, num_tokens), latest in zip(stream.kept, ends, strict=False):
+        if start > done:
+            session.feed([stream.ids[done:start]]).run()
+        done = start
+        # What `keep` does, also for a text of which only a part is left.
+        end = min(start + num_tokens, latest)
+        window = sequence.final_window.with_sinks(start, start + num_tokens)
+        kept = Kept(start, num_tokens)
+        session._live.intake._give(GivenKind.CALLER, stream.ids[start:end], kept)
+        sequence.change_window(start, window)
+        done = end
+    if done < len(stream.ids):
+        session.feed([stream.ids[done:]]).run()
     return session
 
 
-def assert_goes_on_like(session: Session, engine: Engine, ids: list[int]) -> None:
-    """The session holds `ids`, and what follows is what follows them in a session fed with them.
+def assert_goes_on_like(
+    session: Session, engine: Engine, stream: Stream | list[int], tolerance: float = 1e-4
+) -> None:
+    """The session holds these tokens, and what follows is what follows them in a plain session.
 
     Scores ten tokens, which have to be as expected as there, and generates.
     """
-    assert ids_of(session) == ids
+    if isinstance(stream, list):
+        stream = Stream(stream)
+    assert ids_of(session) == stream.ids
     following = [5 + 11 * index % 200 for index in range(10)]
-    expected = plain(engine, ids)
+    expected = plain(engine, stream)
     try:
-        for one, other in zip(session.score([following]), expected.score([following]), strict=True):
+        scores = zip(session.score([following]), expected.score([following]), strict=True)
+        for one, other in scores:
             assert (one.token_id, one.token_index) == (other.token_id, other.token_index)
             if one.logprob is not None and other.logprob is not None:
-                assert abs(one.logprob - other.logprob) < 1e-4
+                assert abs(one.logprob - other.logprob) < tolerance
         assert generated(session) == generated(expected)
     finally:
         expected.delete()
