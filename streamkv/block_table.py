@@ -104,6 +104,11 @@ class BlockTable:
         self._version += bool(expired)
         return expired
 
+    def take(self, block_index: int) -> LiveBlock:
+        """Remove and return a block."""
+        self.version += 1
+        return self._blocks.pop(block_index)
+
     def take_all(self) -> list[LiveBlock]:
         """Remove and return every block."""
         blocks = list(self._blocks.values())

@@ -5,16 +5,20 @@ from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import JournalError
+from streamkv.errors import InputError, JournalError, StoreFormatError
 from streamkv.executor import Executor
 from streamkv.intake import Intake
-from streamkv.journal import Journal
-from streamkv.journal_records import Closed
+from streamkv.journal import Journal, read_header
+from streamkv.journal_records import Closed, Rewound, SessionHeader
 from streamkv.outputs import FinishReason, SessionStats
-from streamkv.recovery import open_block_key, stream_keys
+from streamkv.past import MemoryPast, Past, TextMarks, text_chars_at
+from streamkv.recovery import Recovery, open_block_key
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.store import Store
+from streamkv.stream_keys import all_keys
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 from streamkv.tokenizer import Tokenizer
 from streamkv.window import Window
 
@@ -31,10 +35,13 @@ class LiveStream:
         created_window: the window of the session's creation.
         intake: where tokens come in.
         journal: `None` without a store.
+        store: where it lasts; `None` if it does not.
+        memory: what remembers the stream without a store.
         checkpointer: `None` without a store.
         tokenizer: of the model.
         tiers: owner of the blocks.
         executor: gives blocks back.
+        num_layers: attention layers of the model.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
     """
@@ -44,10 +51,13 @@ class LiveStream:
     created_window: Window
     intake: Intake
     journal: Journal | None
+    store: Store | None
+    memory: MemoryPast
     checkpointer: Checkpointer | None
     tokenizer: Tokenizer
     tiers: TierManager
     executor: Executor
+    num_layers: int
     prefill_chunk: int
     resumed: bool
 
@@ -55,6 +65,11 @@ class LiveStream:
     def eos_ids(self) -> frozenset[int]:
         """Tokens by which the model ends a turn."""
         return self.tokenizer.stop_ids
+
+    @property
+    def past(self) -> Past:
+        """All tokens of the stream."""
+        return self.journal if self.journal is not None else self.memory
 
     def decoder(self) -> IncrementalDecoder:
         """Turns the ids that follow into text."""
@@ -90,6 +105,63 @@ class LiveStream:
             counters=self.tiers.counters(),
         )
 
+    def rewind(self, token_index: int) -> None:
+        """End the stream at `token_index` again; nothing of it may be under way.
+
+        Raises:
+            InputError: not a whole number from 1 to the number of tokens.
+            JournalError: it could not be written, and nothing has changed; or it could not be made
+                durable.
+            SessionError: nothing remembers the stream.
+        """
+        with self.intake.lock:
+            self.intake.require_open()
+            self._check_index(token_index)
+            rewound = self._rewound(token_index)
+            self.intake.rewind(rewound)
+            self.recovery().rewind()
+            self.intake.restore(rewound.text_chars, "", rewound.has_turns)
+            if self.checkpointer is not None:
+                self.checkpointer.rewind(token_index)
+            if self.journal is not None:
+                self.journal.sync()
+
+    def _check_index(self, token_index: int) -> None:
+        is_int = isinstance(token_index, int) and not isinstance(token_index, bool)
+        num_tokens = self.sequence.num_tokens
+        if not is_int or not 0 < token_index <= num_tokens:
+            problem = "outside the stream" if is_int else "not a whole number"
+            remedy = f"Use a whole number from 1 to {num_tokens}."
+            if num_tokens == 0:
+                remedy = "The session is empty: there is nothing to go back to."
+            raise InputError("token_index", token_index, problem, remedy)
+
+    def _rewound(self, token_index: int) -> Rewound:
+        marks = self.memory.marks
+        if self.journal is not None:
+            marks = TextMarks.of(self.journal.scan())
+        mark, past = marks.at(token_index), self.past
+
+        def decode(start: int, end: int) -> str:
+            before = past.ids(max(0, start - 8), start).tolist()
+            decoder = self.tokenizer.decoder(previous=before)
+            return "".join(decoder.push(token_id) for token_id in past.ids(start, end).tolist())
+
+        text_chars = text_chars_at(mark, token_index, decode)
+        return Rewound(token_index, text_chars, mark.has_turns)
+
+    def recovery(self) -> Recovery:
+        """What brings the sequence to where its past ends."""
+        return Recovery(
+            self.name,
+            self.sequence,
+            self.past,
+            self.created_window,
+            self.tiers,
+            self.executor,
+            self.num_layers,
+        )
+
     def sleep(self) -> None:
         """Store the window and the open block, journal it, and give the blocks back."""
         with self.intake.lock:
@@ -119,9 +191,29 @@ class LiveStream:
         with self.intake.lock:
             self.intake.close()
             self.executor.release(self.sequence)
-            keys = []
+            keys: set[BlockKey] = set()
             if self.journal is not None:
-                keys = stream_keys(self.sequence, self.journal, self.created_window)
+                keys = self._keys_of(self.journal) - self._keys_of_relatives(self.journal.header)
             self.tiers.forget(self.name, keys).wait()
             if self.journal is not None:
                 self.journal.delete()
+
+    def _keys_of(self, journal: Journal) -> set[BlockKey]:
+        sequence = self.sequence
+        return all_keys(journal.scan(), sequence.root_key, sequence.block_size, self.created_window)
+
+    def _keys_of_relatives(self, header: SessionHeader) -> set[BlockKey]:
+        """Keys of the sessions with the same salt: forks, and what this one was forked from."""
+        found: set[BlockKey] = set()
+        names = self.store.session_names() if self.store is not None else []
+        for name in names:
+            if name == self.name or self.store is None:
+                continue
+            path = self.store.journal_path(name)
+            try:
+                if read_header(path).salt == header.salt:
+                    with Journal.read_beside(path) as journal:
+                        found |= self._keys_of(journal)
+            except (JournalError, StoreFormatError) as error:
+                _log.warning("session %r: its blocks are not looked for (%s)", name, error)
+        return found

@@ -94,6 +94,13 @@ class Sequence:
         return self._chain_key
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing is left out and all live blocks that are full have their key."""
+        num_full = self.num_computed // self.block_size
+        full = (block for block in self.table if block.block_index < num_full)
+        return self._jump is None and all(block.key is not None for block in full)
+
+    @property
     def final_window(self) -> Window:
         """The window in force after every change that is announced."""
         return self._window_changes[-1][1] if self._window_changes else self.window
@@ -189,6 +196,7 @@ class Sequence:
         """
         assert token_index % self.block_size == 0
         skipped = jump.target - jump.source if jump else 0
+        self.head_is_written = False
         self.num_computed = token_index
         self.num_tokens = token_index + len(pending) + skipped
         self.pending = deque(pending)
@@ -197,6 +205,19 @@ class Sequence:
         self._jump = jump
         self._inexact_from = jump.target if jump else 0
         self._apply_jump()
+
+    def copy(self, seq_id: int) -> "Sequence":
+        """The same stream as another sequence, without any live block."""
+        copied = Sequence(seq_id, self.window, self.block_size, self.root_key)
+        copied.num_tokens, copied.num_computed = self.num_tokens, self.num_computed
+        copied.pending = self.pending.copy()
+        copied.recent_ids = self.recent_ids.copy()
+        copied.exact_from, copied._inexact_from = self.exact_from, self._inexact_from
+        copied._window_changes = self._window_changes.copy()
+        copied._jump = self._jump
+        copied._chain_key = self._chain_key
+        copied._open_ids = list(self._open_ids)
+        return copied
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""

@@ -59,7 +59,8 @@ class AttentionPolicy:
         if num_dense == num_tokens:
             return b"dense"
         end = first_token_index + num_tokens
-        sinks = ",".join(f"{a}-{min(b, end)}" for a, b in self.sinks if a < end)
+        # The end counts even beyond the block: how far sink tokens seem depends on their number.
+        sinks = ",".join(f"{a}-{b}" for a, b in self.sinks if a < end)
         rest = f"{self.mode}|{self.window_size}|{sinks}|{self.positions}"
         return f"{num_dense} dense, then {rest}".encode()
 

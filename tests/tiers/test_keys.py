@@ -118,6 +118,13 @@ def test_policies_that_differ_are_named_apart() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_how_many_sinks_begin_in_a_block_counts_also_beyond_its_end() -> None:
+    short, long = (
+        AttentionPolicy("window", 64, ((0, 4), (650, end)), "cache") for end in (710, 720)
+    )
+    assert short.in_force(640, 64) != long.in_force(640, 64)
+
+
 def test_sinks_that_come_later_do_not_count_for_earlier_blocks() -> None:
     kept_later = AttentionPolicy("window", 128, ((0, 4), (1000, 1010)), "cache")
     assert kept_later.in_force(640, 64) == WINDOW.in_force(640, 64)
