@@ -106,7 +106,7 @@ class BlockTable:
 
     def take(self, block_index: int) -> LiveBlock:
         """Remove and return a block."""
-        self.version += 1
+        self._version += 1
         return self._blocks.pop(block_index)
 
     def take_all(self) -> list[LiveBlock]:
