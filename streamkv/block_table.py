@@ -142,7 +142,7 @@ class BlockTable:
             start = index * size
             end = min(start + size, query_end)
             for low, high in window.sinks_in(start, end):
-                cap = window.sink_cap(low) + (low - start) + self.recalled.num_cached_tokens
+                cap = self.recalled.sink_cap(window, low) + (low - start)
                 sinks.append(
                     TableEntry("gpu", block.block_id, start, cap, low - start, high - start)
                 )

@@ -8,11 +8,15 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from streamkv.errors import ConfigError, UnknownOptionError
+from streamkv.recalled import POSITION_POLICIES, PositionPolicy
 from streamkv.tiers.spec import BLOCK_SIZE
 
+Attention = Literal["window", "recall"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+DEFAULT_STRIDE = 256
 Retain = Literal["all", "window", "none"]
 OnPressure = Literal["wait", "drop"]
 
@@ -124,7 +128,13 @@ class EngineConfig:
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
-        recall_blocks: old blocks recalled into attention.
+        attention: `window` attends to sink tokens and window, `recall` also to old blocks; a
+            session may change it. `recall` needs `recall_blocks`.
+        recall_blocks: old blocks that a session may recall into attention; 0: none ever. As yet
+            only on a CPU and without a `store`.
+        recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
+            what the window has room for.
+        position_policy: how far away recalled blocks seem: `far`, `cache` or `absolute`.
         trust_remote_code: let a model's own Python code run.
     """
 
@@ -144,7 +154,10 @@ class EngineConfig:
     prefill_chunk: int = 512
     num_threads: int | None = None
     compile: Literal["auto", "off"] = "auto"
+    attention: Attention = "window"
     recall_blocks: int = 0
+    recall_stride: int | None = None
+    position_policy: PositionPolicy = "far"
     trust_remote_code: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -180,4 +193,47 @@ class EngineConfig:
         if self.store is not None:
             _require_directory("store", self.store)
         require_choice("compile", self.compile, ("auto", "off"))
-        require_int("recall_blocks", self.recall_blocks, 0, 0)
+        require_choice("attention", self.attention, ATTENTIONS)
+        require_int("recall_blocks", self.recall_blocks, 0, 65536)
+        require_choice("position_policy", self.position_policy, POSITION_POLICIES)
+        if self.recall_stride is not None:
+            require_int("recall_stride", self.recall_stride, BLOCK_SIZE)
+        if self.recall_blocks > 0:
+            self._check_recall()
+        elif self.attention == "recall":
+            remedy = "Say how many blocks a session may recall, for example recall_blocks=16."
+            raise ConfigError("attention", self.attention, "with recall_blocks=0", remedy)
+
+    @property
+    def stride(self) -> int:
+        """Tokens between two choices of old blocks: as given, or what the window has room for."""
+        if self.recall_stride is not None:
+            return self.recall_stride
+        room = (self.window_size - BLOCK_SIZE) // 2 // BLOCK_SIZE * BLOCK_SIZE
+        return max(BLOCK_SIZE, min(DEFAULT_STRIDE, room))
+
+    def _check_recall(self) -> None:
+        least = 2 * self.stride + BLOCK_SIZE
+        if self.stride % BLOCK_SIZE or self.window_size < least:
+            raise ConfigError(
+                "recall_stride",
+                self.stride,
+                f"not a multiple of {BLOCK_SIZE}, or too long for window_size={self.window_size}",
+                f"A window needs 2 * recall_stride + {BLOCK_SIZE} tokens: use window_size={least}, "
+                "a shorter recall_stride, or recall_blocks=0.",
+            )
+        if self.retain != "all" or parse_size("cpu_bytes", self.cpu_bytes) == 0:
+            raise ConfigError(
+                "recall_blocks",
+                self.recall_blocks,
+                f"with retain={self.retain!r} and cpu_bytes={self.cpu_bytes!r} nothing is kept "
+                "that could be recalled",
+                'Use retain="all" and cpu_bytes for the history that matters.',
+            )
+        if self.store is not None or self.device == "cuda":
+            raise ConfigError(
+                "recall_blocks",
+                self.recall_blocks,
+                "with a store or on a GPU: sessions there cannot recall yet",
+                'Use store=None and device="cpu", or recall_blocks=0.',
+            )

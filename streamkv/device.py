@@ -15,10 +15,12 @@ from streamkv.executor import StepRunner
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root
+from streamkv.recaller import Recaller, RecallOptions
 from streamkv.runner import Runner
 from streamkv.sizing import table_capacity
 from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.manager import TierManager
 from streamkv.tiers.pinning import CudaPageLock
 from streamkv.tiers.spec import KVSpec
 from streamkv.tiers.transfer import Transfer
@@ -86,6 +88,16 @@ def make_cpu_pool(spec: KVSpec, num_bytes: int, device: torch.device) -> CpuPool
     """
     page_lock = CudaPageLock(device) if device.type == "cuda" else None
     return CpuPool(spec, num_bytes, page_lock)
+
+
+def make_recaller(
+    adapter: ModelAdapter, pool: GpuPool, tiers: TierManager, config: EngineConfig
+) -> Recaller | None:
+    """What brings old blocks back, if the options ask for it."""
+    if config.recall_blocks == 0:
+        return None
+    options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
+    return Recaller(adapter, pool.data, tiers, options)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:

@@ -71,6 +71,7 @@ class DigestIndex:
     def choose(
         self,
         queries: Tensor,
+        first_block: int,
         end_block: int,
         num_blocks: int,
         distance: int,
@@ -81,15 +82,16 @@ class DigestIndex:
 
         Args:
             queries: [num_layers, T, num_q_heads, head_dim], un-rotated.
-            end_block: only blocks before it.
+            first_block, end_block: only blocks from the one on and before the other.
             num_blocks: how many, fewer if there are not so many.
             distance, rope, scales: as `block_weights` takes them.
         """
-        candidates = [i for i, key in enumerate(self._keys[:end_block]) if key is not None]
+        blocks = range(first_block, min(end_block, len(self)))
+        candidates = [index for index in blocks if self._keys[index] is not None]
         if len(candidates) <= num_blocks:
             return tuple(candidates)
-        if len(candidates) == end_block:
-            digests = self._rows[:end_block]
+        if len(candidates) == len(blocks):
+            digests = self._rows[first_block:end_block]
         else:
             digests = self._rows[torch.tensor(candidates, device=self._rows.device)]
         weights = block_weights(queries, digests, distance, rope, scales)

@@ -11,6 +11,7 @@ from streamkv.config import EngineConfig, choose_dtype, parse_size
 from streamkv.device import (
     choose_device,
     make_cpu_pool,
+    make_recaller,
     make_runner,
     make_transfer,
     plan_memory,
@@ -125,13 +126,14 @@ class Engine:
             opened.callback(self._tiers.close)
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
-            executor = Executor(self._runner, self._tiers)
-            self._loop.drive(executor)
+            recaller = make_recaller(self._adapter, self._gpu_pool, self._tiers, self.config)
+            self._executor = Executor(self._runner, self._tiers, recaller)
+            self._loop.drive(self._executor)
             self._opener = SessionOpener(
                 self.config,
                 self._adapter,
                 self._tokenizer,
-                executor,
+                self._executor,
                 self._tiers,
                 self._gpu_pool.num_blocks,
                 self._store,
@@ -218,7 +220,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""
-        counted = self._tiers.counters()
+        counted = self._executor.counters()
         if self._store is not None:
             counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}
         return counted

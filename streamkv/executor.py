@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from streamkv.batch import Batch, Flight, StepResult, Wanted
+from streamkv.observed_queries import ObservedQueries
+from streamkv.recaller import Recaller
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 
@@ -17,6 +19,9 @@ class StepRunner(Protocol):
     def launch(self, batch: Batch) -> Flight:
         """Start computing the batch."""
 
+    def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
+        """Show the queries of a sequence to `queries` from now on; to nobody with `None`."""
+
     def wait_until_fast(self) -> bool:
         """Wait until the fastest way is ready or given up; whether there is one."""
 
@@ -30,11 +35,52 @@ class Executor:
     Args:
         runner: runs a batch.
         tiers: owner of the blocks.
+        recaller: brings old blocks back, if the engine does so.
     """
 
-    def __init__(self, runner: StepRunner, tiers: TierManager) -> None:
+    def __init__(
+        self, runner: StepRunner, tiers: TierManager, recaller: Recaller | None = None
+    ) -> None:
         self._runner = runner
         self._tiers = tiers
+        self.recaller = recaller
+
+    def open(self, sequence: Sequence, recalls: bool) -> None:
+        """A new sequence begins."""
+        if self.recaller is not None:
+            self._runner.observe(sequence.seq_id, self.recaller.open(sequence))
+            self.recaller.turn(sequence, recalls, self.recaller.options.num_blocks)
+
+    def fork(self, sequence: Sequence, forked: Sequence) -> None:
+        """A sequence with the same past begins."""
+        if self.recaller is not None:
+            self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked))
+
+    def counters(self) -> dict[str, int]:
+        """What happened since opening, by name."""
+        num_absent = self.recaller.num_absent if self.recaller is not None else 0
+        return {**self._tiers.counters(), "absent": num_absent}
+
+    def recalls(self, sequence: Sequence) -> bool:
+        """Whether a sequence attends to old blocks."""
+        return self.recaller is not None and self.recaller.is_on(sequence)
+
+    def choose_blocks(self, sequence: Sequence) -> None:
+        """Choose the old blocks that the next token attends to."""
+        if self.recaller is not None:
+            self.recaller.choose_now(sequence)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """The stream of a sequence ends earlier now."""
+        if self.recaller is not None:
+            self.recaller.rewind(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Give back every block of a sequence that ends."""
+        self.release(sequence)
+        if self.recaller is not None:
+            self.recaller.forget(sequence)
+            self._runner.observe(sequence.seq_id, None)
 
     def prepare(self, batch: Batch) -> None:
         """Allocate the blocks that the batch writes.
@@ -44,6 +90,8 @@ class Executor:
         """
         for step in batch.steps:
             sequence = step.sequence
+            if self.recaller is not None:
+                self.recaller.before_step(sequence, step.start)
             for index in sequence.table.missing(step.start, step.start + step.query_len):
                 sequence.table.add(index, self._tiers.allocate())
 
@@ -78,6 +126,8 @@ class Executor:
         before = sequence.num_computed // sequence.block_size
         for block_id, key in sequence.advance(num_tokens):
             self._tiers.seal(block_id, key)
+        if self.recaller is not None:
+            self.recaller.after_step(sequence)
         if sequence.num_computed // sequence.block_size > before:
             self.drop_expired(sequence)
 
@@ -96,6 +146,8 @@ class Executor:
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of a sequence."""
+        if self.recaller is not None:
+            self.recaller.give_back(sequence)
         for block in sequence.table.take_all():
             if block.key is None:
                 self._tiers.free(block.block_id)

@@ -4,13 +4,20 @@ import logging
 from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
+from streamkv.config import Attention, require_int
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import InputError, JournalError, StoreFormatError
+from streamkv.errors import (
+    ConfigError,
+    InputError,
+    JournalError,
+    SessionError,
+    StoreFormatError,
+)
 from streamkv.executor import Executor
 from streamkv.intake import Intake
 from streamkv.journal import Journal, read_header
 from streamkv.journal_records import Closed, Rewound, SessionHeader
-from streamkv.outputs import FinishReason, SessionStats
+from streamkv.outputs import Attended, FinishReason, SessionStats
 from streamkv.past import MemoryPast, Past, TextMarks, text_chars_at
 from streamkv.recovery import Recovery, open_block_key
 from streamkv.sampling import SamplingParams
@@ -102,8 +109,47 @@ class LiveStream:
             text_chars=self.intake.text_chars,
             num_blocks=len(sequence.table),
             tiers=self.tiers.usage(),
-            counters=self.tiers.counters(),
+            counters=self.executor.counters(),
         )
+
+    def set_mode(self, mode: Attention, recall_blocks: int | None) -> None:
+        """Attend by `mode` from the next token on; nothing of it may be under way.
+
+        Raises:
+            ConfigError: more blocks than the engine has room for.
+        """
+        recaller = self.executor.recaller
+        if recaller is None:
+            if mode == "window":
+                return
+            remedy = (
+                "Open the engine with recall_blocks, for example EngineConfig(recall_blocks=16)."
+            )
+            raise ConfigError("mode", mode, "the engine has no room for recalled blocks", remedy)
+        most = recaller.options.num_blocks
+        if recall_blocks is not None:
+            require_int("recall_blocks", recall_blocks, 1, most)
+        recaller.turn(self.sequence, mode == "recall", recall_blocks or most)
+
+    def attended(self) -> list[Attended]:
+        """Old blocks that were recalled since the last answer began."""
+        recaller = self.executor.recaller
+        if recaller is None:
+            return []
+        size, found = self.sequence.block_size, []
+        for index in recaller.attended(self.sequence):
+            start, end = index * size, (index + 1) * size
+            found.append(Attended(start, end, self._text(start, end)))
+        return found
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            ids = self.past.ids(start, end)
+        except SessionError:
+            # Too long for a session without a store to remember.
+            return ""
+        decoder = self.tokenizer.decoder(previous=[])
+        return "".join(decoder.push(int(token_id)) for token_id in ids)
 
     def rewind(self, token_index: int) -> None:
         """End the stream at `token_index` again; nothing of it may be under way.
@@ -120,6 +166,7 @@ class LiveStream:
             rewound = self._rewound(token_index)
             self.intake.rewind(rewound)
             self.recovery().rewind()
+            self.executor.rewind(self.sequence)
             self.intake.restore(rewound.text_chars, "", rewound.has_turns)
             if self.checkpointer is not None:
                 self.checkpointer.rewind(token_index)
@@ -173,7 +220,7 @@ class LiveStream:
                 if self.journal is not None and self.checkpointer is not None:
                     self._store_all(self.journal, self.checkpointer)
             finally:
-                self.executor.release(self.sequence)
+                self.executor.close(self.sequence)
                 if self.journal is not None:
                     self.journal.close()
 
@@ -190,7 +237,7 @@ class LiveStream:
         """Forget the session: blocks in every tier, then the journal."""
         with self.intake.lock:
             self.intake.close()
-            self.executor.release(self.sequence)
+            self.executor.close(self.sequence)
             keys: set[BlockKey] = set()
             if self.journal is not None:
                 keys = self._keys_of(self.journal) - self._keys_of_relatives(self.journal.header)

@@ -36,6 +36,17 @@ class ObservedQueries:
         for index, place in enumerate(places, first):
             self._indices[layer][place] = index
 
+    def clear(self) -> None:
+        """Forget all: the stream goes on elsewhere."""
+        self._indices = [[-1] * NUM_OBSERVED for _ in self._indices]
+
+    def copy(self) -> "ObservedQueries":
+        """The same for a fork."""
+        other = object.__new__(ObservedQueries)
+        other._ring = self._ring.clone()
+        other._indices = [list(kept) for kept in self._indices]
+        return other
+
     def before(self, end_index: int) -> Tensor | None:
         """[num_layers, n, num_q_heads, head_dim]: the newest queries before a token, in order.
 

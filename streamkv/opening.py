@@ -105,6 +105,7 @@ class SessionOpener:
                 name, live.created_window.num_sink_tokens, live.sequence.window.window_size
             )
             share_blocks(live.sequence, sequence, self._tiers)
+            self._executor.fork(live.sequence, sequence)
             if live.journal is not None and self._store is not None:
                 journal = live.journal.fork(self._store.journal_path(name))
             forked = self._assemble(
@@ -112,7 +113,7 @@ class SessionOpener:
             )
             live.intake.fork_into(forked.intake)
         except BaseException:
-            self._executor.release(sequence)
+            self._executor.close(sequence)
             self.release(name)
             if journal is not None:
                 journal.delete()
@@ -204,6 +205,7 @@ class SessionOpener:
         root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salt)
         self._num_opened += 1
         sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root)
+        self._executor.open(sequence, recalls=self._config.attention == "recall")
         live = self._assemble(name, sequence, window, journal, MemoryPast(), resumed)
         if journal is not None and resumed:
             self._recover(live, journal)

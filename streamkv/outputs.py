@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from streamkv.tiers.usage import TierUsage
 
@@ -83,6 +84,19 @@ class Score:
     text: str
     token_index: int
     logprob: float | None
+
+
+class Attended(NamedTuple):
+    """An old block that was attended besides the window.
+
+    Attributes:
+        start, end: its token indices, half-open.
+        text: what it says, as far as the session remembers its ids.
+    """
+
+    start: int
+    end: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,12 @@ class RecallSchedule:
             taken = self._choices.popleft()
         return taken
 
+    def copy(self) -> "RecallSchedule":
+        """The same for a fork."""
+        other = RecallSchedule(self.stride, self.num_blocks, self._block_size)
+        other._choices = self._choices.copy()
+        return other
+
     def clear(self, from_index: int = 0) -> None:
         """Forget choices for tokens from `from_index` on."""
         self._choices = deque(c for c in self._choices if c.token_index < from_index)

@@ -5,7 +5,7 @@ sink tokens, so that no token is attended twice. How far away it seems is the po
 
     far        as far as any token just beyond the window: window_size + block_size
     cache      as if recalled blocks stood between sink tokens and window, in their order
-    absolute   as far as it is
+    absolute   as far as it is, up to the trained length; sink tokens, too
 
 `far` gives all far tokens one distance, as InfLLM does (Xiao et al. 2024, section 3.2), but block
 by block, so that the order inside a block stays. Pure bookkeeping.
@@ -38,12 +38,14 @@ class RecalledBlocks:
     Attributes:
         block_size: tokens per block.
         policy: how far away they seem.
+        trained_length: under `absolute` nothing seems farther away than the model has seen.
         version: grows whenever they change.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.policy: PositionPolicy = "far"
+        self.trained_length = NO_CAP
         self.version = 0
         self._blocks: dict[int, int] = {}
 
@@ -60,10 +62,18 @@ class RecalledBlocks:
     def __contains__(self, block_index: object) -> bool:
         return block_index in self._blocks
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that they put between the sink tokens and the window."""
-        return len(self._blocks) * self.block_size if self.policy == "cache" else 0
+    def sink_cap(self, window: Window, token_index: int) -> int:
+        """Largest distance to a sink token, beside these blocks."""
+        if self.policy == "absolute":
+            return self.trained_length - 1
+        between = len(self._blocks) * self.block_size if self.policy == "cache" else 0
+        return window.sink_cap(token_index) + between
+
+    def set_policy(self, policy: PositionPolicy) -> None:
+        """From now on they seem so far away."""
+        if policy != self.policy:
+            self.policy = policy
+            self.version += 1
 
     def set(self, blocks: Mapping[int, int]) -> None:
         """From now on these are recalled: block index to block id."""
@@ -86,6 +96,6 @@ class RecalledBlocks:
 
     def _cap(self, window: Window, rank: int) -> int:
         if self.policy == "absolute":
-            return NO_CAP
+            return self.trained_length - 1
         left = len(self._blocks) - rank if self.policy == "cache" else 1
         return window.window_size + left * self.block_size

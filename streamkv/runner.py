@@ -19,6 +19,7 @@ from streamkv.kernels.table import SequenceTable
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
 from streamkv.native_kernels import NativeKernels
+from streamkv.observed_queries import ObservedQueries
 from streamkv.row_padding import padded_rows
 
 LOGIT_BYTES = 24 * 2**20
@@ -43,6 +44,8 @@ class _Part(NamedTuple):
     begin: int
     end: int
     plan: cpu.Plan
+    start: int
+    observed: ObservedQueries | None
 
 
 class Runner:
@@ -61,7 +64,9 @@ class Runner:
         self.model = model
         self._pool = pool
         self._rope = RopeTables(model.inv_freq, max_distance + 1)
+        self._query_shape = (model.spec.num_layers, model.num_q_heads, model.head_dim)
         self._has_scored = False
+        self._observers: dict[int, ObservedQueries] = {}
         self._native: NativeKernels | None = None
         if native_threads > 0:
             self._native = NativeKernels(model, pool, self._rope, native_threads)
@@ -74,6 +79,13 @@ class Runner:
     def wait_until_fast(self) -> bool:
         """Wait until the native decode step is ready or given up; whether there is one."""
         return self._native is not None and self._native.wait()
+
+    def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
+        """Show the queries of a sequence to `queries` from now on; to nobody with `None`."""
+        if queries is None:
+            self._observers.pop(seq_id, None)
+        else:
+            self._observers[seq_id] = queries
 
     def close(self) -> None:
         """End what prepares the native kernels."""
@@ -104,7 +116,8 @@ class Runner:
             start, end = sequence.num_computed, sequence.num_computed + step.query_len
             ids.extend(sequence.next_ids(step.query_len))
             slots.extend(sequence.table.slots(start, end))
-            parts.append(_Part(begin, len(ids), self._plan(step)))
+            observed = self._observers.get(sequence.seq_id)
+            parts.append(_Part(begin, len(ids), self._plan(step), start, observed))
         num_rows = padded_rows(len(ids), self.model.model.dtype)
         input_ids = torch.zeros(1, num_rows, dtype=torch.int64)
         input_ids[0, : len(ids)] = torch.tensor(ids)
@@ -119,6 +132,8 @@ class Runner:
         sequence = step.sequence
         index, window = sequence.num_computed, sequence.window
         [token_id] = sequence.next_ids(1)
+        observed = self._observers.get(sequence.seq_id)
+        queries = torch.empty(self._query_shape) if observed is not None else None
         logits = decoder.decode(
             token_id,
             index,
@@ -126,7 +141,11 @@ class Runner:
             build_table(sequence.table.entries(window, index, index + 1)),
             window.window_size,
             want_logits=step.wanted is not Wanted.NOTHING,
+            queries=queries,
         )
+        if observed is not None and queries is not None:
+            for layer, row in enumerate(queries):
+                observed.observe(layer, row[None], index)
         if logits is None:
             return StepResult()
         if step.wanted is Wanted.LOGITS:
@@ -155,6 +174,9 @@ class Runner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             cpu.write_kv(pool, k[:num_tokens], v[:num_tokens], layer, written)
+            for part in parts:
+                if part.observed is not None:
+                    part.observed.observe(layer, q[part.begin : part.end], part.start)
             outs = [
                 cpu.attend(q[part.begin : part.end], pool, layer, part.plan, scale)
                 for part in parts

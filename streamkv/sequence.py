@@ -54,6 +54,8 @@ class Sequence:
         recent_ids: the newest ids, as many as the window has.
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
+        recall_boundary: the next token index at which other old blocks may be attended.
+        recall_salt: names blocks apart that may have been computed under recall.
     """
 
     def __init__(self, seq_id: int, window: Window, block_size: int, root: BlockKey) -> None:
@@ -66,6 +68,8 @@ class Sequence:
         self.recent_ids: deque[int] = deque(maxlen=window.window_size)
         self.head_is_written = False
         self.exact_from = 0
+        self.recall_boundary: int | None = None
+        self.recall_salt = b""
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -110,7 +114,8 @@ class Sequence:
         """Token index at which a step has to end: the window changes, or tokens are left out."""
         changes = [self._window_changes[0][0]] if self._window_changes else []
         jumps = [self._jump.source] if self._jump else []
-        return min(changes + jumps, default=None)
+        recalls = [self.recall_boundary] if self.recall_boundary is not None else []
+        return min(changes + jumps + recalls, default=None)
 
     def set_window(self, window: Window) -> None:
         """Begin with `window`; only before anything is computed or live."""
@@ -168,7 +173,7 @@ class Sequence:
     def _seal(self) -> tuple[int, BlockKey] | None:
         index = self.num_computed // self.block_size - 1
         start = index * self.block_size
-        policy = policy_in_force(self.window, start, self.block_size)
+        policy = policy_in_force(self.window, start, self.block_size) + self.recall_salt
         self._chain_key = child_key(self._chain_key, self._open_ids, policy)
         self._open_ids = []
         if self._inexact_from <= start < self.exact_from or index not in self.table:
@@ -217,6 +222,7 @@ class Sequence:
         copied._jump = self._jump
         copied._chain_key = self._chain_key
         copied._open_ids = list(self._open_ids)
+        copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
         return copied
 
     def restore_open(self, num_computed: int) -> None:

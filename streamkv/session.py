@@ -12,13 +12,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from streamkv.batch import Wanted
+from streamkv.config import ATTENTIONS, Attention, require_choice
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
 from streamkv.errors import EngineClosedError, InputError, SessionError
 from streamkv.generation import Generation
 from streamkv.intake import pieces
 from streamkv.live import LiveStream
-from streamkv.outputs import Delta, Progress, Score, SessionStats
+from streamkv.outputs import Attended, Delta, Progress, Score, SessionStats
 from streamkv.sampling import SamplingParams, resolve_seed, sample
 from streamkv.step_loop import Call, Compute, StepLoop
 
@@ -66,6 +67,28 @@ class Session:
     def resumed(self) -> bool:
         """Whether the session existed before it was opened."""
         return self._live.resumed
+
+    @property
+    def mode(self) -> Attention:
+        """What the session attends to: `window`, or `recall`: old blocks, too."""
+        return "recall" if self._live.executor.recalls(self._live.sequence) else "window"
+
+    def set_mode(self, mode: Attention, recall_blocks: int | None = None) -> None:
+        """Attend by `mode` from the next token on.
+
+        Args:
+            mode: `window` or `recall`.
+            recall_blocks: old blocks recalled at once, up to the engine's; `None`: as many.
+
+        Raises:
+            ConfigError: no such mode, or the engine has no room for recalled blocks.
+        """
+        require_choice("mode", mode, ATTENTIONS)
+        self._alone(lambda: self._live.set_mode(mode, recall_blocks), "set_mode")
+
+    def attended(self) -> list[Attended]:
+        """Old blocks that were recalled since the last answer began, in the order of the stream."""
+        return self._live.attended()
 
     def feed(self, items: Items) -> Outputs[Progress]:
         """Read text or token ids into the stream.
@@ -311,6 +334,10 @@ class Session:
             self._live.end_turn(params, generation.finish_reason)
 
         try:
+            if self.mode == "recall":
+                # The question chooses what its answer attends to.
+                yield from self._compute_all()
+                yield Call(lambda: self._live.executor.choose_blocks(sequence))
             while generation.finish_reason is None:
                 while sequence.num_pending > self._live.prefill_chunk:
                     yield self._compute(self._live.next_chunk())

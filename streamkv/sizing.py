@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError
-from streamkv.tiers.spec import KVSpec
+from streamkv.recalled import farthest
+from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
 if TYPE_CHECKING:
     from streamkv.model import ModelAdapter
@@ -31,6 +32,15 @@ def check_window(config: EngineConfig, adapter: "ModelAdapter") -> None:
             f"with {config.num_sink_tokens} sink tokens beyond the trained length {trained}",
             f"Use at most {trained - config.num_sink_tokens}.",
         )
+    reach = farthest(config.position_policy, config.window_size, config.recall_blocks, BLOCK_SIZE)
+    if config.recall_blocks > 0 and reach + config.num_sink_tokens > trained:
+        raise ConfigError(
+            "recall_blocks",
+            config.recall_blocks,
+            f"under position_policy={config.position_policy!r} blocks would seem {reach} tokens "
+            f"away, with {config.num_sink_tokens} sink tokens beyond the trained length {trained}",
+            "Use fewer recall_blocks, a smaller window_size, or another position_policy.",
+        )
     for layer, window in enumerate(adapter.sliding_windows):
         if window is not None and window < total:
             raise ConfigError(
@@ -46,7 +56,8 @@ def blocks_of_session(
 ) -> int:
     """Gpu blocks that one session may need at once."""
     recent = window_size + config.prefill_chunk
-    return -(-recent // spec.block_size) + 2 + -(-num_sink_tokens // spec.block_size)
+    sinks = -(-num_sink_tokens // spec.block_size)
+    return -(-recent // spec.block_size) + 2 + sinks + config.recall_blocks
 
 
 def table_capacity(config: EngineConfig, spec: KVSpec) -> int:

@@ -26,6 +26,7 @@ from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.rows import score
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
+from streamkv.observed_queries import ObservedQueries
 from streamkv.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,10 @@ class TritonRunner:
     def wait_until_fast(self) -> bool:
         """Graphs are captured when the runner is made, so there is nothing to wait for."""
         return self.has_graphs
+
+    def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
+        """Nothing recalls on a GPU yet; options say so."""
+        assert queries is None, seq_id
 
     def close(self) -> None:
         """Nothing is left to end."""

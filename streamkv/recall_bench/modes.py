@@ -24,15 +24,9 @@ class Reading(NamedTuple):
     modes: tuple[str, ...]
 
 
-def has_recall() -> bool:
-    """Whether this build can attend to what left the window."""
-    options = {field.name for field in dataclasses.fields(EngineConfig)}
-    return "attention" in options and hasattr(Session, "set_mode")
-
-
 def modes_of_build() -> tuple[str, ...]:
     """All modes that this build has."""
-    return MODES if has_recall() else (WINDOW, DENSE)
+    return (WINDOW, RECALL, DENSE)
 
 
 def require_modes(modes: Sequence[str], feed_in: str) -> None:
@@ -49,10 +43,9 @@ def require_modes(modes: Sequence[str], feed_in: str) -> None:
     if feed_in not in FEED_IN:
         remedy = f"Use one of {', '.join(FEED_IN)}."
         raise ConfigError("feed_in", feed_in, "not a mode to read in", remedy)
-    needed = [mode for mode in (*modes, feed_in) if mode in (RECALL, FULL)]
-    if needed and not has_recall():
-        remedy = "Use --modes window,dense --feed-in window."
-        raise ConfigError("modes", needed[0], "this build has no such mode", remedy)
+    if FULL in modes:
+        remedy = f"Use --modes {','.join(modes_of_build())}."
+        raise ConfigError("modes", FULL, "this build has no such mode", remedy)
 
 
 def readings(modes: Sequence[str], feed_in: str) -> list[Reading]:
@@ -72,7 +65,9 @@ def readings(modes: Sequence[str], feed_in: str) -> list[Reading]:
 def window_config(config: EngineConfig, is_forking: bool) -> EngineConfig:
     """Options of an engine that only has a window: nothing is kept that has left it."""
     num_sessions = 2 if is_forking else 1
-    return dataclasses.replace(config, cpu_bytes=0, retain="none", max_sessions=num_sessions)
+    return dataclasses.replace(
+        config, cpu_bytes=0, retain="none", max_sessions=num_sessions, recall_blocks=0
+    )
 
 
 def recall_config(
@@ -91,6 +86,7 @@ def recall_config(
         "recall_blocks": recall_blocks,
         "cpu_bytes": max(parse_size("cpu_bytes", config.cpu_bytes), needed),
         "max_sessions": 2,
+        "retain": "all",
     }
     return dataclasses.replace(config, **options)
 
@@ -98,16 +94,21 @@ def recall_config(
 def dense_config(config: EngineConfig, num_tokens: int) -> EngineConfig:
     """Options of an engine whose window holds `num_tokens`: nothing ever leaves it."""
     return dataclasses.replace(
-        config, window_size=num_tokens, cpu_bytes=0, retain="none", max_sessions=1
+        config,
+        window_size=num_tokens,
+        cpu_bytes=0,
+        retain="none",
+        max_sessions=1,
+        recall_blocks=0,
     )
 
 
 def switch(session: Session, mode: str, recall_blocks: int) -> None:
     """Put a session into a mode; one of a build without modes stays as it is."""
-    if not has_recall() or mode == DENSE:
-        return
-    set_mode: Any = getattr(session, "set_mode")  # noqa: B009  not in every build
-    set_mode(mode, recall_blocks=recall_blocks if mode == RECALL else None)
+    if mode == RECALL:
+        session.set_mode("recall", recall_blocks)
+    elif mode == WINDOW:
+        session.set_mode("window")
 
 
 def can_fork(session: Session) -> bool:

@@ -49,7 +49,7 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("trust_remote_code", "yes"),
         ("max_sessions", 0),
         ("compile", True),
-        ("recall_blocks", 1),
+        ("recall_blocks", -1),
     ],
 )
 def test_a_bad_value_is_a_value_error_that_names_it(field: str, value: object) -> None:

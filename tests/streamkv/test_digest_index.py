@@ -36,7 +36,7 @@ QUERIES = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(99))
 
 
 def choose(index: DigestIndex, end_block: int, num_blocks: int) -> tuple[int, ...]:
-    return index.choose(QUERIES, end_block, num_blocks, FAR, ROPE, SCALES)
+    return index.choose(QUERIES, 0, end_block, num_blocks, FAR, ROPE, SCALES)
 
 
 def heaviest(blocks: list[int], num_blocks: int) -> tuple[int, ...]:
@@ -54,6 +54,14 @@ def test_the_heaviest_blocks_are_chosen_in_the_order_of_the_stream() -> None:
         for num_blocks in (1, 4, 16):
             expected = heaviest(list(range(end_block)), num_blocks)
             assert choose(index, end_block, num_blocks) == expected
+
+
+def test_blocks_before_the_first_are_left_out() -> None:
+    index = index_of(40)
+    found = index.choose(QUERIES, 10, 30, 5, FAR, ROPE, SCALES)
+    assert found == heaviest(list(range(10, 30)), 5)
+    assert index.choose(QUERIES, 38, 99, 5, FAR, ROPE, SCALES) == (38, 39)
+    assert index.choose(QUERIES, 50, 60, 5, FAR, ROPE, SCALES) == ()
 
 
 def test_more_than_there_are_means_all() -> None:

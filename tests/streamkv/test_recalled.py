@@ -12,7 +12,7 @@ WINDOW = Window(8, ((0, 2),))
 
 def recalled(policy: PositionPolicy, *indices: int) -> RecalledBlocks:
     made = RecalledBlocks(SIZE)
-    made.policy = policy
+    made.set_policy(policy)
     made.set({index: 100 + index for index in indices})
     return made
 
@@ -28,22 +28,28 @@ def test_far_blocks_all_seem_just_beyond_the_window() -> None:
 def test_cached_blocks_stand_between_sink_tokens_and_window() -> None:
     blocks = recalled("cache", 1, 5, 9)
     assert [entry.cap for entry in blocks.entries(WINDOW, 60)] == [8 + 12, 8 + 8, 8 + 4]
-    assert blocks.num_cached_tokens == 12
-    assert recalled("far", 1, 5).num_cached_tokens == 0
 
 
 def test_the_distance_to_sink_tokens_counts_cached_blocks() -> None:
     table = BlockTable(SIZE)
     table.add(0, 7)
     alone = table.entries(WINDOW, 60, 61).sinks
-    table.recalled.policy = "cache"
+    table.recalled.set_policy("cache")
     table.recalled.set({3: 9, 4: 8})
     beside = table.entries(WINDOW, 60, 61).sinks
     assert [b.cap - a.cap for a, b in zip(alone, beside, strict=True)] == [8]
 
 
-def test_true_distances_have_no_cap() -> None:
-    assert {entry.cap for entry in recalled("absolute", 1, 5).entries(WINDOW, 60)} == {NO_CAP}
+def test_true_distances_end_at_the_trained_length() -> None:
+    blocks = recalled("absolute", 1, 5)
+    blocks.trained_length = 50
+    assert {entry.cap for entry in blocks.entries(WINDOW, 60)} == {49}
+    table = BlockTable(SIZE)
+    table.add(0, 7)
+    table.recalled.set_policy("absolute")
+    table.recalled.trained_length = 50
+    [sink] = table.entries(WINDOW, 60, 61).sinks
+    assert sink.cap == 49
 
 
 def test_sink_tokens_of_a_recalled_block_are_left_out() -> None:
@@ -76,4 +82,4 @@ def test_a_change_is_seen_in_the_version_of_the_table() -> None:
 def test_no_distance_passes_the_farthest(policy: PositionPolicy) -> None:
     entries = recalled(policy, *range(6)).entries(WINDOW, 60)
     bound = farthest(policy, WINDOW.window_size, 6, SIZE)
-    assert max(entry.cap for entry in entries) == (bound or NO_CAP)
+    assert max(entry.cap for entry in entries) == (bound or NO_CAP - 1)

@@ -1,0 +1,263 @@
+"""Recall in live sessions: what is read is digested, old blocks are chosen and brought back.
+
+    a block is sealed      its digest joins the sequence's index
+    a stride has passed    the newest queries choose, for the tokens one stride later
+    an answer begins       they choose for the next token on
+    a choice is due        blocks that are chosen no more are given back, the others restored
+
+A block that no tier has any more is absent: counted, never an answer. Only the engine's thread
+comes here.
+"""
+
+import secrets
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from streamkv.digest_index import DigestIndex
+from streamkv.kernels.digests import block_digests
+from streamkv.kernels.rope import RopeTables
+from streamkv.model import ModelAdapter
+from streamkv.observed_queries import ObservedQueries
+from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.recalled import PositionPolicy, farthest
+from streamkv.sequence import Sequence
+from streamkv.tiers.manager import TierManager
+
+
+@dataclass(frozen=True, slots=True)
+class RecallOptions:
+    """How sessions of an engine recall.
+
+    Attributes:
+        num_blocks: old blocks attended besides the window.
+        stride: tokens between two choices.
+        policy: how far away they seem.
+    """
+
+    num_blocks: int
+    stride: int
+    policy: PositionPolicy
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What recall knows of one sequence."""
+
+    index: DigestIndex
+    queries: ObservedQueries
+    schedule: RecallSchedule
+    is_on: bool = False
+    attended: set[int] = field(default_factory=set)
+
+
+class Recaller:
+    """Old blocks of all sequences of an engine.
+
+    Args:
+        adapter: the model.
+        pool: the gpu pool's blocks.
+        tiers: where blocks are.
+        options: how sessions recall.
+
+    Attributes:
+        options: as given.
+        num_absent: chosen blocks that no tier had.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, pool: Tensor, tiers: TierManager, options: RecallOptions
+    ) -> None:
+        self.options = options
+        self.num_absent = 0
+        self._adapter = adapter
+        self._pool = pool
+        self._tiers = tiers
+        self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
+        self._streams: dict[Sequence, _Stream] = {}
+
+    def open(self, sequence: Sequence) -> ObservedQueries:
+        """Digest a new sequence from its first block on; returns who is to see its queries."""
+        adapter, options = self._adapter, self.options
+        shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
+        queries = ObservedQueries(*shape, self._pool.device)
+        schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
+        index = DigestIndex(adapter.spec, self._pool.device)
+        self._streams[sequence] = _Stream(index, queries, schedule)
+        return queries
+
+    def fork(self, sequence: Sequence, forked: Sequence) -> ObservedQueries:
+        """Digests and choices of a sequence for another one with the same past."""
+        stream = self._streams[sequence]
+        copied = replace(
+            stream,
+            index=stream.index.copy(),
+            queries=stream.queries.copy(),
+            schedule=stream.schedule.copy(),
+            attended=set(stream.attended),
+        )
+        self._streams[forked] = copied
+        if forked.recall_salt:
+            self._name_apart(forked)
+        self._place(forked, copied.is_on)
+        # What is attended now is due at once for the fork, which has none of it yet.
+        now = tuple(sequence.table.recalled)
+        if now:
+            self._install(forked, copied, now)
+        return copied.queries
+
+    def rewind(self, sequence: Sequence) -> None:
+        """The stream ends earlier now."""
+        stream = self._streams[sequence]
+        stream.index.truncate(sequence.num_computed // sequence.block_size)
+        stream.queries.clear()
+        stream.schedule.clear(sequence.num_computed)
+        if sequence.recall_salt:
+            self._name_apart(sequence)
+        self._set_boundary(sequence, stream)
+
+    def is_on(self, sequence: Sequence) -> bool:
+        """Whether the sequence recalls."""
+        return sequence in self._streams and self._streams[sequence].is_on
+
+    def turn(self, sequence: Sequence, on: bool, num_blocks: int) -> None:
+        """Begin or end recalling up to `num_blocks` from the next token on."""
+        stream = self._streams[sequence]
+        stream.schedule.num_blocks = num_blocks
+        self._place(sequence, on)
+        stream.is_on = on
+        if on or sequence.recall_salt:
+            self._name_apart(sequence)
+        stream.schedule.clear()
+        self._set_boundary(sequence, stream)
+        if not on:
+            self._install(sequence, stream, ())
+
+    def choose_now(self, sequence: Sequence) -> None:
+        """An answer begins: choose for the next token on."""
+        stream = self._streams.get(sequence)
+        if stream is not None and stream.is_on:
+            stream.attended.clear()
+            self._choose(sequence, stream, sequence.num_computed)
+
+    def before_step(self, sequence: Sequence, start: int) -> None:
+        """Bring back what the tokens from `start` on attend to.
+
+        Raises:
+            PoolFullError: the gpu pool has no room.
+        """
+        stream = self._streams.get(sequence)
+        choice = stream.schedule.take(start) if stream is not None else None
+        if stream is not None and choice is not None:
+            self._install(sequence, stream, choice.blocks)
+
+    def after_step(self, sequence: Sequence) -> None:
+        """Digest what was sealed and choose if a stride has passed; nothing has expired yet."""
+        stream = self._streams.get(sequence)
+        if stream is None:
+            return
+        self._digest(sequence, stream)
+        if stream.is_on and sequence.num_computed == sequence.recall_boundary:
+            self._choose(sequence, stream, sequence.num_computed + stream.schedule.stride)
+        self._set_boundary(sequence, stream)
+
+    def attended(self, sequence: Sequence) -> list[int]:
+        """Block indices that were attended since the last answer began, ascending."""
+        stream = self._streams.get(sequence)
+        return sorted(stream.attended) if stream is not None else []
+
+    def num_bytes(self) -> int:
+        """Of all digests."""
+        return sum(stream.index.num_bytes for stream in self._streams.values())
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Give back what is recalled now; the next choice brings blocks again."""
+        stream = self._streams.get(sequence)
+        if stream is not None:
+            self._install(sequence, stream, ())
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended; it holds nothing any more."""
+        self._streams.pop(sequence, None)
+
+    def _place(self, sequence: Sequence, on: bool) -> None:
+        """Put recalled blocks and sink tokens where the policy has them."""
+        recalled = sequence.table.recalled
+        recalled.trained_length = self._adapter.trained_length
+        recalled.set_policy(self.options.policy if on else "far")
+
+    def _name_apart(self, sequence: Sequence) -> None:
+        """What is computed from now on may differ from what others compute from the same tokens."""
+        sequence.recall_salt = secrets.token_bytes(16)
+
+    def _set_boundary(self, sequence: Sequence, stream: _Stream) -> None:
+        boundary = stream.schedule.next_boundary(sequence.num_computed)
+        sequence.recall_boundary = boundary if stream.is_on else None
+
+    def _digest(self, sequence: Sequence, stream: _Stream) -> None:
+        num_sealed = sequence.num_computed // sequence.block_size
+        while len(stream.index) < num_sealed:
+            block_index = len(stream.index)
+            if block_index not in sequence.table or sequence.table[block_index].key is None:
+                stream.index.append(None, None)
+                continue
+            block = sequence.table[block_index]
+            ids = torch.tensor([block.block_id], device=self._pool.device)
+            stream.index.append(block.key, block_digests(self._pool, ids)[0])
+
+    def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
+        queries = stream.queries.before(sequence.num_computed)
+        if queries is None:
+            return
+        window, options = sequence.window, self.options
+        distance = farthest(
+            options.policy, window.window_size, stream.schedule.num_blocks, sequence.block_size
+        ) or farthest("far", window.window_size, 1, sequence.block_size)
+        first_block = 0
+        if options.policy == "absolute":
+            last_query = token_index + 2 * stream.schedule.stride - 1
+            unseen = max(0, last_query - self._adapter.trained_length + 1)
+            first_block = -(-unseen // sequence.block_size)
+        blocks = stream.index.choose(
+            queries,
+            first_block,
+            stream.schedule.candidates(window, token_index, len(stream.index)),
+            stream.schedule.num_blocks,
+            distance,
+            self._rope,
+            list(self._adapter.scales),
+        )
+        stream.schedule.put(Choice(token_index, blocks))
+
+    def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
+        recalled = sequence.table.recalled
+        wanted = set(blocks)
+        kept = {index: recalled[index] for index in recalled if index in wanted}
+        for index in list(recalled):
+            if index not in wanted:
+                self._tiers.drop(recalled[index])
+        # What is given back must not be read, whatever goes wrong from here on.
+        recalled.set(kept)
+        for index in blocks:
+            if index not in kept:
+                block_id = self._restored(sequence, stream, index)
+                if block_id is not None:
+                    kept[index] = block_id
+                    recalled.set(kept)
+        stream.attended.update(kept)
+
+    def _restored(self, sequence: Sequence, stream: _Stream, block_index: int) -> int | None:
+        """The block in the gpu pool, with one more owner; `None` if it is absent."""
+        key = stream.index.key(block_index)
+        assert key is not None
+        if block_index in sequence.table and sequence.table[block_index].key == key:
+            block_id = sequence.table[block_index].block_id
+            self._tiers.share(block_id)
+            return block_id
+        block_id = self._tiers.allocate()
+        if self._tiers.restore(key, block_id):
+            return block_id
+        self._tiers.free(block_id)
+        self.num_absent += 1
+        return None
