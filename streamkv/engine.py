@@ -17,10 +17,12 @@ from streamkv.device import (
 )
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
+from streamkv.metered import MeteredRunner
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener
 from streamkv.session import Session
+from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.step_loop import Call, StepLoop
 from streamkv.store import Store
@@ -60,6 +62,7 @@ class Engine:
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
         self._closed = False
+        self._sharing = Sharing()
         self._loop = StepLoop(None, self.config.prefill_chunk, self.config.num_threads)
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
@@ -124,7 +127,7 @@ class Engine:
             opened.callback(self._tiers.close)
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
-            executor = Executor(self._runner, self._tiers)
+            executor = Executor(MeteredRunner(self._runner, self._sharing.gate), self._tiers)
             self._loop.drive(executor)
             self._opener = SessionOpener(
                 self.config,
@@ -134,6 +137,7 @@ class Engine:
                 self._tiers,
                 self._gpu_pool.num_blocks,
                 self._store,
+                self._sharing,
             )
             opened.pop_all()
 
@@ -152,26 +156,41 @@ class Engine:
         """The model's tokenizer."""
         return self._tokenizer
 
-    def session(self, name: str, *, system: str | None = None) -> Session:
+    def session(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        tenant: str | None = None,
+        shared_prompt: bool = False,
+    ) -> Session:
         """Open a session: it resumes if it exists, else it is created.
 
         Args:
             name: letters, digits, '-', '_', '.' and ' '.
             system: system prompt, kept whole as sink tokens. Only its first opener's counts; a
                 different one later is refused.
+            tenant: whose session it is. Sessions of one tenant share blocks: what one of them has
+                computed another need not compute. Without it nothing is shared. Kept with the
+                session; a different one later is refused.
+            shared_prompt: the system prompt is no secret: its blocks are shared with every session
+                that was opened so, of any tenant or none.
 
         Raises:
-            InputError: not a name, or a system prompt too long to keep.
-            SessionError: open already, or created with another system prompt or another model.
+            InputError: not a name, a system prompt too long to keep, no name of a tenant, or a
+                shared prompt that is not given.
+            SessionError: open already, or created with another system prompt, another model or
+                another tenant.
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
         validate_session_name(name)
+        sharers = Sharers(tenant, shared_prompt)
         with self._lock:
             self._require_open()
             if name in self._sessions:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
-            live = self._opener.open(name, system)
+            live = self._opener.open(name, system, sharers)
             session = Session(live, self._loop, self._session_closed)
             self._sessions[name] = session
             return session
@@ -203,7 +222,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""
-        counted = self._tiers.counters()
+        counted = self._tiers.counters() | self._sharing.counters()
         if self._store is not None:
             counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}
         return counted

@@ -1,6 +1,7 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
@@ -12,6 +13,7 @@ from streamkv.journal import Journal
 from streamkv.journal_records import Closed
 from streamkv.outputs import FinishReason, SessionStats
 from streamkv.recovery import open_block_key, stream_keys
+from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -35,6 +37,8 @@ class LiveStream:
         tokenizer: of the model.
         tiers: owner of the blocks.
         executor: gives blocks back.
+        reuse: takes stored blocks for tokens to come.
+        engine_counters: what the engine counts itself, all sessions together.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
     """
@@ -48,6 +52,8 @@ class LiveStream:
     tokenizer: Tokenizer
     tiers: TierManager
     executor: Executor
+    reuse: PrefixReuse
+    engine_counters: Callable[[], dict[str, int]]
     prefill_chunk: int
     resumed: bool
 
@@ -87,7 +93,8 @@ class LiveStream:
             text_chars=self.intake.text_chars,
             num_blocks=len(sequence.table),
             tiers=self.tiers.usage(),
-            counters=self.tiers.counters(),
+            counters=self.tiers.counters() | self.engine_counters(),
+            num_reused=self.reuse.num_tokens,
         )
 
     def sleep(self) -> None:

@@ -5,7 +5,6 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 """
 
 import hashlib
-import secrets
 import time
 
 from streamkv.checkpoint import Checkpointer
@@ -18,7 +17,9 @@ from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.recovery import Recovery
+from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
+from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
 from streamkv.sizing import blocks_of_session
 from streamkv.store import Store
 from streamkv.tiers.keys import root_key
@@ -36,6 +37,7 @@ class SessionOpener:
         executor, tiers: what runs the sequences and owns their blocks.
         num_gpu_blocks: size of the pool that sessions share.
         store: where sessions last; `None` if they do not.
+        sharing: the engine's cost gate and counts.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SessionOpener:
         tiers: TierManager,
         num_gpu_blocks: int,
         store: Store | None,
+        sharing: Sharing,
     ) -> None:
         self._config = config
         self._adapter = adapter
@@ -55,22 +58,26 @@ class SessionOpener:
         self._tiers = tiers
         self._num_gpu_blocks = num_gpu_blocks
         self._store = store
+        self._sharing = sharing
         self._reserved: dict[str, int] = {}
         self._num_opened = 0
 
-    def open(self, name: str, system: str | None) -> LiveStream:
+    def open(self, name: str, system: str | None, asked: Sharers = PRIVATE) -> LiveStream:
         """The live stream of a session, new or resumed.
 
         Raises:
             ConfigError: a system prompt too long to keep.
-            SessionError: created with another system prompt or another model.
+            InputError: a shared prompt that is not given.
+            SessionError: created with another system prompt, another model or other sharers.
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
         journal = self._existing_journal(name, system)
         try:
             resumed = journal is not None
-            header = journal.header if journal is not None else self._new_header(system)
+            if journal is not None:
+                asked.check(name, journal.header)
+            header = journal.header if journal is not None else self._new_header(system, asked)
             self._reserve(name, header)
             if journal is None and self._store is not None:
                 journal = Journal.create(self._store.journal_path(name), header)
@@ -120,9 +127,10 @@ class SessionOpener:
             ids += self._tokenizer.encode_segments(segments, at_start=True)
         return ids
 
-    def _new_header(self, system: str | None) -> SessionHeader:
+    def _new_header(self, system: str | None, asked: Sharers) -> SessionHeader:
         config = self._config
-        num_sinks = max(config.num_sink_tokens, len(self._opening_ids(system)) if system else 0)
+        num_opening = len(self._opening_ids(system)) if system else 0
+        num_sinks = max(config.num_sink_tokens, num_opening)
         if num_sinks + config.window_size > self._adapter.trained_length:
             raise ConfigError(
                 "system",
@@ -139,9 +147,10 @@ class SessionOpener:
             num_sink_tokens=num_sinks,
             mode="window",
             position_policy="cache",
-            salt=secrets.token_hex(16),
+            salt=asked.new_salt().hex(),
             created_s=time.time(),
             system_digest=_digest(system) if system is not None else "",
+            num_shared_tokens=asked.num_shared(num_opening),
         )
 
     def _reserve(self, name: str, header: SessionHeader) -> None:
@@ -164,10 +173,10 @@ class SessionOpener:
         adapter, config = self._adapter, self._config
         sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
         window = Window(header.window_size, sinks)
-        salt = bytes.fromhex(header.salt)
-        root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salt)
+        salting = salting_of(header, adapter.spec.block_size)
+        root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
         self._num_opened += 1
-        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root)
+        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
         checkpointer = None
         if journal is not None and config.retain != "none":
             every = config.checkpoint_tokens
@@ -184,6 +193,15 @@ class SessionOpener:
             tokenizer=tokenizer,
             tiers=self._tiers,
             executor=self._executor,
+            reuse=PrefixReuse(
+                sequence,
+                self._tiers,
+                self._executor,
+                self._sharing,
+                self._reserved[name],
+                adapter.spec.block_bytes,
+            ),
+            engine_counters=self._sharing.counters,
             prefill_chunk=config.prefill_chunk,
             resumed=resumed,
         )
@@ -192,13 +210,20 @@ class SessionOpener:
         return live
 
     def _recover(self, live: LiveStream, journal: Journal) -> None:
-        num_layers = self._adapter.spec.num_layers
         recovery = Recovery(
-            live.name, live.sequence, journal, self._tiers, self._executor, num_layers
+            live.name,
+            live.sequence,
+            journal,
+            self._tiers,
+            self._executor,
+            self._adapter.spec,
+            self._sharing.gate,
         )
         checkpoint = recovery.run()
-        if checkpoint is not None and live.checkpointer is not None:
-            live.checkpointer.resumed_from(checkpoint)
+        if live.checkpointer is not None:
+            if checkpoint is not None:
+                live.checkpointer.resumed_from(checkpoint)
+            live.checkpointer.declined(recovery.declined)
         state = journal.state
         live.intake.restore(state.text_chars, state.tail, state.has_turns)
 

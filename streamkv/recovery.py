@@ -11,15 +11,18 @@ before the end.
 """
 
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 
+from streamkv.cost_gate import CostGate
 from streamkv.executor import Executor
 from streamkv.journal import Journal
 from streamkv.sequence import Jump, Sequence, policy_in_force
 from streamkv.tiers.keys import child_key, partial_key
 from streamkv.tiers.manager import TierManager
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.policy import Place
+from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.window import Window
 from streamkv.window_blocks import WindowBlocks
 
@@ -51,8 +54,9 @@ def chain_keys(
             # A block is named by the window in force when its last token was computed.
             window = [window for since, window in windows if since < start + size][-1]
             policy = policy_in_force(window, start, size)
-            key = child_key(key, ids[offset : offset + size], policy)
-            yield key
+            sealed = child_key(key, ids[offset : offset + size], policy)
+            yield sealed
+            key = sequence.salting.after(start // size, sealed)
 
 
 class Recovery:
@@ -64,7 +68,11 @@ class Recovery:
         journal: open.
         tiers: owner of the blocks.
         executor: gives blocks back.
-        num_layers: attention layers of the model.
+        spec: layout of the model's blocks.
+        gate: chooses between reading the window and computing it anew.
+
+    Attributes:
+        declined: token index of the checkpoint that is sooner computed than read; 0 if none is.
     """
 
     def __init__(
@@ -74,14 +82,17 @@ class Recovery:
         journal: Journal,
         tiers: TierManager,
         executor: Executor,
-        num_layers: int,
+        spec: KVSpec,
+        gate: CostGate,
     ) -> None:
         self._name = name
         self._sequence = sequence
         self._journal = journal
         self._tiers = tiers
         self._executor = executor
-        self._num_layers = num_layers
+        self._spec = spec
+        self._gate = gate
+        self.declined = 0
         self._windows = replay_windows(journal, sequence.window)
 
     def run(self) -> WindowBlocks | None:
@@ -94,22 +105,35 @@ class Recovery:
         newest = max(0, num_tokens - self._sequence.window.window_size)
         self._sequence.recent_ids.extend(self._journal.ids(newest, num_tokens).tolist())
         window_blocks = self._newest_checkpoint()
-        if window_blocks is None or not self._restore_window(window_blocks):
-            if window_blocks is not None:
+        if window_blocks is not None:
+            if not self._is_worth_reading(window_blocks):
+                self.declined = window_blocks.token_index
+            elif self._restore_window(window_blocks):
+                self._restore_open_block()
+                return window_blocks
+            else:
                 _log.warning(
                     "session %r: its window is not stored any more and is computed anew",
                     self._name,
                 )
-            self._replay()
-            return None
-        self._restore_open_block()
-        return window_blocks
+        self._replay()
+        return None
 
     def _newest_checkpoint(self) -> WindowBlocks | None:
         checkpoint = self._journal.state.last_checkpoint
         if checkpoint is None:
             return None
         return WindowBlocks.decode(checkpoint.token_index, checkpoint.digest)
+
+    def _is_worth_reading(self, stored: WindowBlocks) -> bool:
+        """Whether the window is sooner read than computed anew, wherever its blocks are now."""
+        num_bytes: Counter[Place] = Counter()
+        for _, key in stored.blocks:
+            if (place := self._tiers.where(key)) is not None:
+                num_bytes[place] += self._spec.block_bytes
+        head, start = self._replay_span()
+        num_tokens = head + stored.token_index - start
+        return num_tokens <= 0 or self._gate.chooses_reading(num_tokens, num_bytes)
 
     def _restore_window(self, stored: WindowBlocks) -> bool:
         sequence = self._sequence
@@ -123,13 +147,21 @@ class Recovery:
             if not window.is_expired(index * size, (index + 1) * size, stored.token_index)
         ]
         block_ids = [self._tiers.allocate() for _ in wanted]
+        places = {self._tiers.where(key) for _, key in wanted}
         pairs = [(key, block_id) for (_, key), block_id in zip(wanted, block_ids, strict=True)]
+        begun_s = time.monotonic()
         restored = self._tiers.restore_many(pairs)
+        self._note_read(places, sum(restored), time.monotonic() - begun_s)
         for (index, key), block_id, found in zip(wanted, block_ids, restored, strict=True):
             sequence.table.add(index, block_id, key if found else None)
         if not all(restored):
             self._executor.release(sequence)
         return all(restored)
+
+    def _note_read(self, places: set[Place | None], num_blocks: int, seconds: float) -> None:
+        """Tell the gate, if all blocks came from one tier."""
+        if len(places) == 1 and (place := places.pop()) is not None:
+            self._gate.note_read(place, num_blocks * self._spec.block_bytes, seconds)
 
     def _restore_open_block(self) -> None:
         closed = self._journal.state.last_closed
@@ -156,7 +188,7 @@ class Recovery:
         jump = None
         if start > head:
             jump = Jump(head, start, self._chain_key_at(start))
-            sequence.exact_from = start + (self._num_layers - 1) * sequence.window.window_size
+            sequence.exact_from = start + (self._spec.num_layers - 1) * sequence.window.window_size
         sequence.restart_at(0, sequence.root_key, ids, jump)
 
     def _replay_span(self) -> tuple[int, int]:
@@ -164,7 +196,7 @@ class Recovery:
         window, size = self._windows[0][1], self._sequence.block_size
         head = -(-window.last_sink_index // size) * size
         newest = self._journal.state.num_tokens - 1
-        start = newest - self._num_layers * window.window_size
+        start = newest - self._spec.num_layers * window.window_size
         start -= start % size
         # Sink tokens kept in mid-stream need their own past: then the whole stream is replayed.
         if len(self._windows) > 1 or window.first_visible(start) <= head:
@@ -172,10 +204,11 @@ class Recovery:
         return head, start
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
-        """Key of the block that ends at `token_index`."""
-        keys = chain_keys(self._sequence, self._journal, self._windows, token_index)
+        """Parent of the block that begins at `token_index`."""
+        sequence = self._sequence
+        keys = chain_keys(sequence, self._journal, self._windows, token_index)
         [newest] = deque(keys, maxlen=1)
-        return newest
+        return sequence.salting.after(token_index // sequence.block_size - 1, newest)
 
     def _set_windows(self, token_index: int) -> None:
         in_force = [window for start, window in self._windows if start <= token_index]

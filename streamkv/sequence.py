@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from streamkv.block_table import BlockTable
-from streamkv.tiers.keys import AttentionPolicy, child_key
+from streamkv.tiers.keys import AttentionPolicy, Salting, child_key
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
@@ -54,9 +54,17 @@ class Sequence:
         recent_ids: the newest ids, as many as the window has.
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
+        salting: where the salt enters the chain of block keys.
     """
 
-    def __init__(self, seq_id: int, window: Window, block_size: int, root: BlockKey) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        window: Window,
+        block_size: int,
+        root: BlockKey,
+        salting: Salting = Salting(),  # noqa: B008  # immutable
+    ) -> None:
         self.seq_id = seq_id
         self.window = window
         self.table = BlockTable(block_size)
@@ -70,6 +78,7 @@ class Sequence:
         self._jump: Jump | None = None
         self._inexact_from = 0
         self.root_key = root
+        self.salting = salting
         self._chain_key = root
         self._open_ids: list[int] = []
 
@@ -90,7 +99,7 @@ class Sequence:
 
     @property
     def chain_key(self) -> BlockKey:
-        """Key of the last full block, or the root."""
+        """Parent of the open block: key of the last full block, or the root."""
         return self._chain_key
 
     @property
@@ -162,13 +171,14 @@ class Sequence:
         index = self.num_computed // self.block_size - 1
         start = index * self.block_size
         policy = policy_in_force(self.window, start, self.block_size)
-        self._chain_key = child_key(self._chain_key, self._open_ids, policy)
+        key = child_key(self._chain_key, self._open_ids, policy)
+        self._chain_key = self.salting.after(index, key)
         self._open_ids = []
         if self._inexact_from <= start < self.exact_from or index not in self.table:
             return None
         block = self.table[index]
-        block.key = self._chain_key
-        return block.block_id, block.key
+        block.key = key
+        return block.block_id, key
 
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""
@@ -197,6 +207,11 @@ class Sequence:
         self._jump = jump
         self._inexact_from = jump.target if jump else 0
         self._apply_jump()
+
+    def mark_exact(self, token_index: int) -> None:
+        """All that a query from `token_index` on sees is exact: blocks from there on get keys."""
+        if token_index > self._inexact_from:
+            self.exact_from = min(self.exact_from, token_index)
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""
