@@ -49,7 +49,11 @@ class Speed:
 
 
 class CostGate:
-    """Chooses between reading and computing, and counts what it chose."""
+    """Chooses between reading and computing, and counts what it chose.
+
+    Attributes:
+        always_reads: read whatever is stored, however long it takes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,6 +62,7 @@ class CostGate:
             for place, speed in ASSUMED_BYTES_PER_S.items()
         }
         self._computing = Speed()
+        self.always_reads = False
         self._refusals = 0
         self._num_reads = 0
         self._num_computes = 0
@@ -92,10 +97,11 @@ class CostGate:
             num_bytes: bytes to read of each tier.
         """
         with self._lock:
-            compute_s = self._compute_s(num_tokens)
-            reads = compute_s is None or self._read_s(num_bytes) <= compute_s
-            if not reads and self._refusals >= REFUSALS_BEFORE_RETRY:
-                reads = True
+            reads = (
+                self.always_reads
+                or self._is_sooner_read(num_tokens, num_bytes)
+                or self._refusals >= REFUSALS_BEFORE_RETRY
+            )
             self._refusals = 0 if reads else self._refusals + 1
             self._num_reads += reads
             self._num_computes += not reads
@@ -105,6 +111,10 @@ class CostGate:
         """Runs of blocks that were read, and those computed although they were stored."""
         with self._lock:
             return {"gate_reads": self._num_reads, "gate_computes": self._num_computes}
+
+    def _is_sooner_read(self, num_tokens: int, num_bytes: Mapping[Place, int]) -> bool:
+        compute_s = self._compute_s(num_tokens)
+        return compute_s is None or self._read_s(num_bytes) <= compute_s
 
     def _read_s(self, num_bytes: Mapping[Place, int]) -> float:
         total = 0.0

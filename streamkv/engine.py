@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from streamkv.config import EngineConfig, choose_dtype, parse_size
+from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
     make_cpu_pool,
@@ -155,6 +156,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    @property
+    def cost_gate(self) -> CostGate:
+        """What chooses whether stored blocks are read or computed again, by measured speeds."""
+        return self._sharing.gate
 
     def session(
         self,
