@@ -116,6 +116,21 @@ class Journal:
         """
         return cls._read(path, journal_file.open_unlocked(path))
 
+    @staticmethod
+    def read_header(path: Path) -> SessionHeader:
+        """What a session was created with, without reading the rest.
+
+        Raises:
+            JournalError, StoreFormatError: as `open`.
+        """
+        fd = journal_file.open_unlocked(path)
+        try:
+            return _read_header(path, fd)[0]
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+        finally:
+            os.close(fd)
+
     @classmethod
     def _read(cls, path: Path, fd: int) -> Self:
         try:

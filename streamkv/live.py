@@ -1,10 +1,12 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
+from streamkv.deletion import num_shared_blocks
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.errors import JournalError
 from streamkv.executor import Executor
@@ -38,6 +40,7 @@ class LiveStream:
         tiers: owner of the blocks.
         executor: gives blocks back.
         reuse: takes stored blocks for tokens to come.
+        other_journals: files of the other sessions of its store.
         engine_counters: what the engine counts itself, all sessions together.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
@@ -53,6 +56,7 @@ class LiveStream:
     tiers: TierManager
     executor: Executor
     reuse: PrefixReuse
+    other_journals: Callable[[], Iterator[Path]]
     engine_counters: Callable[[], dict[str, int]]
     prefill_chunk: int
     resumed: bool
@@ -122,13 +126,15 @@ class LiveStream:
             _log.warning("session %r: went to sleep without its last record (%s)", self.name, error)
 
     def delete(self) -> None:
-        """Forget the session: blocks in every tier, then the journal."""
+        """Forget the session: its unshared blocks in every tier, then the journal."""
         with self.intake.lock:
             self.intake.close()
             self.executor.release(self.sequence)
-            keys = []
+            keys, num_shared = [], 0
             if self.journal is not None:
                 keys = stream_keys(self.sequence, self.journal, self.created_window)
-            self.tiers.forget(self.name, keys).wait()
+                num_shared = num_shared_blocks(self.sequence, self.journal, self.other_journals())
+            doomed, spared = keys[num_shared:], keys[:num_shared]
+            self.tiers.forget(self.name, doomed, spared=spared).wait()
             if self.journal is not None:
                 self.journal.delete()

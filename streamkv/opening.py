@@ -6,6 +6,8 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 
 import hashlib
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
@@ -201,6 +203,7 @@ class SessionOpener:
                 self._reserved[name],
                 adapter.spec.block_bytes,
             ),
+            other_journals=lambda: self._other_journals(name),
             engine_counters=self._sharing.counters,
             prefill_chunk=config.prefill_chunk,
             resumed=resumed,
@@ -208,6 +211,12 @@ class SessionOpener:
         if journal is not None and resumed:
             self._recover(live, journal)
         return live
+
+    def _other_journals(self, name: str) -> Iterator[Path]:
+        if self._store is not None:
+            for other in self._store.session_names():
+                if other != name:
+                    yield self._store.journal_path(other)
 
     def _recover(self, live: LiveStream, journal: Journal) -> None:
         recovery = Recovery(

@@ -224,17 +224,24 @@ class TierManager:
         """
         return self._submit_checkpoint(None, [(key, block_id)])
 
-    def forget(self, session: str, keys: Iterable[BlockKey] = ()) -> CheckpointTicket:
+    def forget(
+        self,
+        session: str,
+        keys: Iterable[BlockKey] = (),
+        *,
+        spared: Iterable[BlockKey] = (),
+    ) -> CheckpointTicket:
         """Forget a session's manifest and delete its blocks that no window or manifest here needs.
 
         Args:
             session: its name.
             keys: further blocks of the session, for example those that left its window.
+            spared: blocks that stay, because a stream that is not known here shares them.
 
         Raises:
             StoreError, EngineClosedError: the worker stopped or was closed.
         """
-        job = Forget(session, list(keys))
+        job = Forget(session, list(keys), frozenset(spared))
         with self._condition:
             self._writer.raise_if_stopped()
             self._writer.submit(job)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.errors import InputError, PoolFullError, SessionError
 from streamkv.journal import Journal
+from streamkv.recovery import stream_keys
 from streamkv.reuse import Taking
 from streamkv.store import journal_path
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.record import BadRecordError
 from streamkv.tiers.spec import BlockKey
 
 SMALL = EngineConfig(
@@ -339,19 +341,13 @@ def test_checkpoints_and_journal_are_those_of_computed_tokens(
 
 def damage(engine: Engine, doomed: Callable[[int], bool], session: Session) -> int:
     """Make the ssd's record of some blocks of a stream unreadable; returns how many."""
-    from streamkv.recovery import stream_keys
-
-    live = session._live
-    assert live.journal is not None
-    keys = stream_keys(live.sequence, live.journal, live.created_window)
+    keys = stored_keys(engine, session)
     bad = {key for index, key in enumerate(keys) if doomed(index)}
     assert engine._store is not None
     reader = engine._store.blocks._reader
     real = reader._fetch
 
     def fetch(key: BlockKey, *more: object) -> object:
-        from streamkv.tiers.record import BadRecordError
-
         if key in bad:
             raise BadRecordError("damaged by a test")
         return real(key, *more)  # type: ignore[arg-type]
@@ -492,3 +488,58 @@ def test_a_resume_asks_the_gate_too(engine: Engine, ids: list[int], name: str) -
     gate.note_computed(600, 600.0)
     with engine.session(name) as session:
         assert session.stats().num_computed == 576, "the checkpoint was not superseded"
+
+
+def stored_keys(engine: Engine, session: Session) -> list[BlockKey]:
+    """Keys of a stream's full blocks."""
+    live = session._live
+    assert live.journal is not None
+    return stream_keys(live.sequence, live.journal, live.created_window)
+
+
+@pytest.mark.parametrize("num_common", [0, 200, 256, 900])
+def test_deleting_a_session_leaves_what_others_of_its_tenant_stand_on(
+    engine: Engine, ids: list[int], name: str, num_common: int
+) -> None:
+    first = engine.session(f"{name} a", tenant=name)
+    first.feed(ids[:900]).run()
+    second = engine.session(f"{name} b", tenant=name)
+    second.feed([*ids[:num_common], *ids[1000:1400]]).run()
+    keys, others = stored_keys(engine, first), stored_keys(engine, second)
+    second.close()
+    first.delete()
+    where = engine._tiers.where
+    shared = num_common // 64
+    assert keys[:shared] == others[:shared]
+    assert all(where(key) for key in others)
+    assert not any(where(key) for key in keys[shared:])
+    engine.session(f"{name} b").delete()
+    assert not any(where(key) for key in others)
+
+
+def test_deleting_a_session_leaves_its_shared_prompt(engine: Engine, name: str) -> None:
+    system = f"{name} {SYSTEM}"
+    first = engine.session(name, system=system, shared_prompt=True)
+    num_prompt = first.num_tokens // 64
+    first.feed(TEXT).run()
+    keys = stored_keys(engine, first)
+    first.delete()
+    where = [engine._tiers.where(key) is not None for key in keys]
+    assert where == [index < num_prompt for index in range(len(keys))]
+
+
+def test_a_damaged_journal_of_another_session_does_not_keep_one_from_being_deleted(
+    engine: Engine, ids: list[int], store: Path, name: str
+) -> None:
+    with engine.session(f"{name} b", tenant=name) as second:
+        second.feed(ids[:900]).run()
+    path = journal_path(store, f"{name} b")
+    path.write_bytes(b"no journal at all")
+    first = engine.session(f"{name} a", tenant=name)
+    first.feed(ids[:900]).run()
+    keys = stored_keys(engine, first)
+    first.delete()
+    where = [engine._tiers.where(key) is not None for key in keys]
+    # What its manifest names, sinks and window, stays.
+    assert where == [index == 0 or index >= 10 for index in range(14)]
+    path.unlink()
