@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import logging
 import os
 import random
@@ -544,3 +545,31 @@ def test_a_journal_is_read_beside_the_process_that_writes_it(tmp_path: Path) -> 
                 reader.append(Given(GivenKind.CALLER, (4,)))
         writer.append(Given(GivenKind.CALLER, (5,)))
         assert writer.ids(0, 4).tolist() == [1, 2, 3, 5]
+
+
+def test_the_header_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "shared.journal"
+    header = dataclasses.replace(HEADER, num_shared_tokens=130)
+    with Journal.create(path, header) as journal:
+        journal.append(*RECORDS)
+        assert Journal.read_header(path) == header, "whoever has it open"
+    with path.open("r+b") as file:
+        file.seek(-20, os.SEEK_END)
+        file.write(bytes(20))
+    assert Journal.read_header(path) == header
+    path.write_bytes(b"something else")
+    with pytest.raises(JournalError, match="not a journal"):
+        Journal.read_header(path)
+    with pytest.raises(JournalError):
+        Journal.read_header(tmp_path / "none.journal")
+
+
+def test_a_header_of_before_there_were_shared_prompts_shares_none(tmp_path: Path) -> None:
+    fields = dataclasses.asdict(HEADER)
+    del fields["num_shared_tokens"]
+    payload = json.dumps(fields | {"journal_version": 1}).encode()
+    path = tmp_path / "old.journal"
+    path.write_bytes(MAGIC + encode_frame(1, payload, len(MAGIC), HEADER_SEED))
+    with Journal.open(path) as journal:
+        assert journal.header == HEADER
+        assert journal.header.num_shared_tokens == 0
