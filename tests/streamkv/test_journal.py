@@ -551,7 +551,7 @@ def test_the_header_is_read_without_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "shared.journal"
     header = dataclasses.replace(HEADER, num_shared_tokens=130)
     with Journal.create(path, header) as journal:
-        journal.append(*RECORDS)
+        journal.append(Fed("Grüße", 0, (10, 11)), Generated((12, 13, 14, 15)))
         assert Journal.read_header(path) == header, "whoever has it open"
     with path.open("r+b") as file:
         file.seek(-20, os.SEEK_END)
