@@ -41,8 +41,11 @@ static void turn_rows(const Attention *a, const Queries *s, Tile *t, int amx, fl
 /* Slots [*low, *high) of entry e that a query sees, near or capped. */
 INLINE void seen(const Queries *s, int64_t e, int64_t query, int capped, int64_t *low, int64_t *high) {
     const int64_t distance = query - s->starts[e], oldest = distance + 1 - s->window_size;
-    *low = e >= s->num_sink_entries && oldest > s->first[e] ? oldest : s->first[e];
-    *high = distance + 1 < s->end[e] ? distance + 1 : s->end[e];
+    /* A recalled entry shows what the window does not. */
+    const int recalled = e >= s->num_sink_entries && e < s->num_lasting_entries;
+    const int64_t after = recalled ? oldest : distance + 1;
+    *low = e >= s->num_lasting_entries && oldest > s->first[e] ? oldest : s->first[e];
+    *high = after < s->end[e] ? after : s->end[e];
     if ((distance > s->caps[e]) != capped || *low >= *high) *low = *high = 0;
 }
 

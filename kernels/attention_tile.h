@@ -17,6 +17,7 @@ typedef struct {
 
 typedef struct {
     int64_t layer, num_queries, query_start, window_size, num_entries, num_sink_entries;
+    int64_t num_lasting_entries;
     int64_t token_stride, head_stride, tile_queries; /* strides of q, in elements */
     const int64_t *block_ids, *starts, *caps, *first, *end;       /* of each entry */
     const float *near_cos, *near_sin, *capped_cos, *capped_sin;   /* [num_entries, rotary_half] */

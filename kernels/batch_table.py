@@ -24,7 +24,9 @@ class BatchTable:
         addresses: int64 [S, C], of the block's first byte.
         starts, caps: int64 [S, C], as in `SequenceTable`.
         first_valid, end_valid: int32 [S, C].
-        num_entries, num_sink_entries: int32 [S]; sink entries come first.
+        num_entries: int32 [S].
+        num_sink_entries, num_recalled_entries: int32 [S]; sink entries come first, then recalled
+            ones.
         window_sizes: int64 [S].
     """
 
@@ -36,6 +38,7 @@ class BatchTable:
     end_valid: Tensor
     num_entries: Tensor
     num_sink_entries: Tensor
+    num_recalled_entries: Tensor
     window_sizes: Tensor
 
     @property
@@ -51,8 +54,8 @@ class BatchTable:
     def to(self, device: torch.device | str) -> "BatchTable":
         """The same on another device."""
         columns = (self.block_ids, self.addresses, self.starts, self.caps)
-        counts = (self.num_entries, self.num_sink_entries, self.window_sizes)
-        every = (*columns, self.first_valid, self.end_valid, *counts)
+        counts = (self.num_entries, self.num_sink_entries, self.num_recalled_entries)
+        every = (*columns, self.first_valid, self.end_valid, *counts, self.window_sizes)
         return BatchTable(*columns_to(every, device))
 
     def sequence(self, index: int) -> SequenceTable:
@@ -60,7 +63,8 @@ class BatchTable:
         count = int(self.num_entries[index])
         columns = (self.block_ids, self.starts, self.caps, self.first_valid, self.end_valid)
         block_ids, starts, caps, first, end = (c[index, :count].long() for c in columns)
-        return SequenceTable(block_ids, starts, caps, first, end, int(self.num_sink_entries[index]))
+        kinds = int(self.num_sink_entries[index]), int(self.num_recalled_entries[index])
+        return SequenceTable(block_ids, starts, caps, first, end, *kinds)
 
 
 def columns_to(columns: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
@@ -122,7 +126,8 @@ def batch_table(
         end[row, :count] = table.end_valid
     counts = torch.tensor([table.num_entries for table in tables], dtype=torch.int32)
     sinks = torch.tensor([table.num_sink_entries for table in tables], dtype=torch.int32)
+    recalled = torch.tensor([table.num_recalled_entries for table in tables], dtype=torch.int32)
     windows = torch.tensor(window_sizes, dtype=torch.int64)
     addresses = block_addresses(block_ids, pools)
-    columns = (block_ids, addresses, starts, caps, first, end, counts, sinks, windows)
+    columns = (block_ids, addresses, starts, caps, first, end, counts, sinks, recalled, windows)
     return BatchTable(*(column.to(device) for column in columns))

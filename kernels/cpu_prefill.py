@@ -6,8 +6,10 @@ per step. A token is seen from one query on, until another:
 
     run      entry     seen from                   until                 relative position
     near     window    token                       token + window_size   query - token
-    near     sink      token                       start + cap           query - token
-    capped   sink      max(token, start + cap)     for ever              cap - slot
+    near     lasting   token + delay               start + cap           query - token
+    capped   lasting   max(token + delay, ...cap)  for ever              cap - slot
+
+A lasting entry is a sink entry (delay 0) or a recalled one (delay window_size).
 
 Near keys are turned by one angle per block to the first query, and queries by their distance to it,
 once per layer; torch's flash kernel does the rest. Capped keys are turned back by their cap, for
@@ -176,11 +178,12 @@ def _keys(
     starts, caps = table.starts[entries], table.caps[entries]
     tokens, capped_from = starts + slots, starts + caps
     rows = table.block_ids[entries] * (pool.shape[1] * rows_per_layer(pool)) + slots
-    is_sink = entries < table.num_sink_entries
-    near_until = capped_from.where(is_sink, tokens + window_size)
-    near = _Keys(rows, starts - query_start, tokens, near_until)
-    capped = is_sink & (caps < NO_CAP)
-    seen_from = torch.maximum(tokens, capped_from)[capped]
+    is_lasting = entries < table.num_lasting_entries
+    visible_from = tokens + table.delays(window_size)[entries]
+    near_until = capped_from.where(is_lasting, tokens + window_size)
+    near = _Keys(rows, starts - query_start, visible_from, near_until)
+    capped = is_lasting & (caps < NO_CAP)
+    seen_from = torch.maximum(visible_from, capped_from)[capped]
     for_ever = torch.full_like(seen_from, NO_CAP)
     return near, _Keys(rows[capped], -caps[capped], seen_from, for_ever)
 

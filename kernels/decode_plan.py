@@ -42,6 +42,7 @@ def plan_decode(
             table.end_valid,
             table.num_entries,
             table.num_sink_entries,
+            table.num_recalled_entries,
             table.window_sizes,
             query_starts,
             seen,

@@ -39,6 +39,7 @@ typedef struct {
     int64_t token_id, block_id, offset, num_entries, num_splits;
     const int64_t *block_ids, *distances, *first, *end; /* of each entry: slots [first, end) are seen */
     float *state, *logits;                              /* state: see state_floats; logits may be NULL */
+    float *queries;                                     /* [layers, q_heads, head_dim], un-rotated, or NULL */
 } Step;
 
 /* dots[i] = x . row (first + i) of W [rows, width], four rows at a time, the next four prefetched. */
@@ -279,6 +280,10 @@ static void place_kv(const Model *m, const Step *s, const Layer *w, int64_t laye
     const int64_t dim = m->head_dim;
     float *k = qkv + m->num_q_heads * dim, *v = k + m->num_kv_heads * dim, turned[MAX_DIM];
     norm_heads(m, w->q_norm, qkv, m->num_q_heads);
+    if (s->queries) {
+        const int64_t size = m->num_q_heads * dim;
+        memcpy(s->queries + layer * size, qkv, size * sizeof(float));
+    }
     norm_heads(m, w->k_norm, k, m->num_kv_heads);
     for (int64_t h = 0; h < m->num_kv_heads; h++) {
         rotate(k + h * dim, turned, m->cos + s->offset * m->rotary_half,

@@ -38,15 +38,16 @@ def prefill_tiles(
     """
     per_tile, tiles, packed = max(1, rows // shape.group), [], 0
     for seq, count in enumerate(num_queries):
-        sinks, entries = int(table.num_sink_entries[seq]), int(table.num_entries[seq])
-        starts, ends = table.starts[seq, sinks:entries], table.end_valid[seq, sinks:entries]
+        lasting = int(table.num_sink_entries[seq]) + int(table.num_recalled_entries[seq])
+        entries = int(table.num_entries[seq])
+        starts, ends = table.starts[seq, lasting:entries], table.end_valid[seq, lasting:entries]
         window, begin = int(table.window_sizes[seq]), int(query_starts[seq])
         for first in range(0, count, per_tile):
             size = min(per_tile, count - first)
             oldest, newest = begin + first - window + 1, begin + first + size - 1
             seen = ((starts + ends > oldest) & (starts <= newest)).nonzero()[:, 0]
-            low = sinks + int(seen[0]) if len(seen) else 0
-            high = sinks + int(seen[-1]) + 1 if len(seen) else 0
+            low = lasting + int(seen[0]) if len(seen) else 0
+            high = lasting + int(seen[-1]) + 1 if len(seen) else 0
             tiles.append((seq, first, packed + first, size, low, high))
         packed += count
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 6)
@@ -104,6 +105,7 @@ def prefill(
         table.first_valid,
         table.end_valid,
         table.num_sink_entries,
+        table.num_recalled_entries,
         table.window_sizes,
         query_starts,
         rope.cos,

@@ -101,7 +101,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("token_id", "block_id", "offset")),
         *((name, ctypes.c_int64) for name in ("num_entries", "num_splits")),
         *((name, ctypes.c_void_p) for name in ("block_ids", "distances", "first", "end")),
-        *((name, ctypes.c_void_p) for name in ("state", "logits")),
+        *((name, ctypes.c_void_p) for name in ("state", "logits", "queries")),
     ]
 
 
@@ -171,6 +171,7 @@ class NativeDecoder:
         window_size: int,
         *,
         want_logits: bool,
+        queries: Tensor | None = None,
     ) -> Tensor | None:
         """Write the KV of one token and attend with it through all layers.
 
@@ -181,6 +182,8 @@ class NativeDecoder:
             table: entries that the query sees, its own slot included.
             window_size: tokens that window entries show.
             want_logits: return float32 [vocab_size] after the token.
+            queries: float32 [num_layers, num_q_heads, head_dim] that is given the token's queries,
+                un-rotated.
         """
         first, end, distances = _seen(table, query_index, window_size)
         block_ids = table.block_ids.contiguous()
@@ -193,6 +196,13 @@ class NativeDecoder:
         step.first, step.end = first.data_ptr(), end.data_ptr()
         step.state = self._scratch(step.num_splits).data_ptr()
         logits = torch.empty(self._model.vocab_size) if want_logits else None
+        step.queries = None
+        if queries is not None:
+            weights = self._weights
+            shape = (len(weights.layers), weights.num_q_heads, weights.head_dim)
+            assert queries.shape == shape and queries.dtype == torch.float32
+            assert queries.is_contiguous()
+            step.queries = queries.data_ptr()
         step.logits = logits.data_ptr() if logits is not None else None
         self._run(step)
         return logits
@@ -215,9 +225,9 @@ class NativeDecoder:
 
 def _seen(table: SequenceTable, query: int, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """First and end slot of each entry that a query sees, and the distance to the entry."""
-    end = torch.minimum(table.end_valid, query + 1 - table.starts)
+    end = torch.minimum(table.end_valid, query + 1 - table.delays(window_size) - table.starts)
     oldest = query + 1 - window_size - table.starts
-    oldest[: table.num_sink_entries] = 0
+    oldest[: table.num_lasting_entries] = 0
     first = torch.maximum(table.first_valid, oldest)
     distances = torch.minimum(query - table.starts, table.caps).clamp_(min=0)
     return first, end, distances

@@ -38,6 +38,7 @@ class _Queries(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("layer", "num_queries", "query_start")),
         *((name, ctypes.c_int64) for name in ("window_size", "num_entries", "num_sink_entries")),
+        ("num_lasting_entries", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("token_stride", "head_stride", "tile_queries")),
         *((name, ctypes.c_void_p) for name in ("block_ids", "starts", "caps", "first", "end")),
         *((name, ctypes.c_void_p) for name in ("near_cos", "near_sin", "capped_cos", "capped_sin")),
@@ -115,6 +116,7 @@ class NativeAttention:
             window_size=window_size,
             num_entries=table.num_entries,
             num_sink_entries=table.num_sink_entries,
+            num_lasting_entries=table.num_lasting_entries,
             tile_queries=max(1, TILE_ROWS * self._pool.shape[3] // self.num_q_heads),
         )
         names = ("block_ids", "starts", "caps", "first", "end")

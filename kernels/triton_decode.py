@@ -35,6 +35,7 @@ def seen_kernel(
     end_valid,
     num_entries,
     num_sink_entries,
+    num_recalled_entries,
     window_sizes,
     query_starts,
     seen,
@@ -56,9 +57,12 @@ def seen_kernel(
     cap = tl.load(caps + at, mask=inside, other=0)
     low = tl.load(first_valid + at, mask=inside, other=0).to(tl.int64)
     high = tl.load(end_valid + at, mask=inside, other=0).to(tl.int64)
-    is_window = entry >= tl.load(num_sink_entries + seq)
-    low = tl.where(is_window, tl.maximum(low, distance + 1 - tl.load(window_sizes + seq)), low)
-    high = tl.minimum(high, distance + 1)
+    num_sinks = tl.load(num_sink_entries + seq)
+    is_window = entry >= num_sinks + tl.load(num_recalled_entries + seq)
+    # What the window begins with: window entries show slots from there on, recalled ones before.
+    oldest = distance + 1 - tl.load(window_sizes + seq)
+    low = tl.where(is_window, tl.maximum(low, oldest), low)
+    high = tl.minimum(high, tl.where(is_window | (entry < num_sinks), distance + 1, oldest))
     any_seen = (entry < tl.load(num_entries + seq)) & (low < high)
     place = seen + (row * capacity + entry).to(tl.int64) * 4
     position = tl.maximum(tl.minimum(distance, cap), 0)

@@ -81,6 +81,7 @@ def prefill_kernel(
     first_valid,
     end_valid,
     num_sink_entries,
+    num_recalled_entries,
     window_sizes,
     query_starts,
     cos,
@@ -134,7 +135,7 @@ def prefill_kernel(
     out = tl.zeros([ROWS, DIM_PAD], tl.float32)
     place = slots[:, None] * DIM + d[None, :]
     partner_place = slots[:, None] * DIM + partner[None, :]
-    for entry in range(0, num_sinks):
+    for entry in range(0, num_sinks + tl.load(num_recalled_entries + seq)):
         at = seq * capacity + entry
         start, cap = tl.load(starts + at), tl.load(caps + at)
         first, end = tl.load(first_valid + at), tl.load(end_valid + at)
@@ -143,7 +144,9 @@ def prefill_kernel(
         exists = (slots >= first) & (slots < end)
         is_element = exists[:, None] & (d < DIM)[None, :]
         value = tl.load(base + value_offset + place, mask=is_element, other=0.0)
-        seen = exists[None, :] & (start + slots[None, :] <= token[:, None]) & is_row[:, None]
+        # A recalled entry shows what the window does not.
+        newest = tl.where(entry < num_sinks, token, token - window)
+        seen = exists[None, :] & (start + slots[None, :] <= newest[:, None]) & is_row[:, None]
         is_capped = token - start > cap
         if anchor - start <= cap:
             keys = turned_keys(

@@ -84,9 +84,11 @@ def window_plan(
     pieces = cut(query_start, num_queries, window, size_step)
     first_key, end = pieces.first_key, pieces.end
     num_sinks = int(table.num_sink_entries[index])
-    sinks, others = (
+    num_lasting = num_sinks + int(table.num_recalled_entries[index])
+    sinks, recalled, others = (
         list(_entries(table, index, 0, num_sinks)),
-        list(_entries(table, index, num_sinks, int(table.num_entries[index]))),
+        list(_entries(table, index, num_sinks, num_lasting)),
+        list(_entries(table, index, num_lasting, int(table.num_entries[index]))),
     )
     keys = [entry for entry in sinks + others if entry.first < end and entry.last > first_key]
     if any(entry.is_capped_within(window) for entry in keys):
@@ -94,7 +96,8 @@ def window_plan(
     blocks = _blocks(keys, first_key, end, block_size)
     if blocks is None:
         return None
-    gone = [entry for entry in sinks if entry.first <= end - 1 - window]
+    # A recalled entry shows what has left the window, as a sink entry does besides.
+    gone = [entry for entry in sinks + recalled if entry.first <= end - 1 - window]
     slots = _sink_slots(gone, block_size)
     tiles = [tile for entry in gone for tile in entry.tiles(slots)]
     return WindowPlan(

@@ -5,6 +5,11 @@ A block is live while a query still to come may see one of its tokens. A live bl
     one sink entry per run of sink tokens in it       (distance capped, seen for ever)
     one window entry per run of other tokens in it    (never capped, seen for `window_size` tokens)
 
+and a recalled block
+
+    one recalled entry per run of other tokens in it  (capped by the position policy, seen once they
+                                                       have left the window)
+
 and no entry ever changes while the stream moves, except the growing end of the open block.
 """
 
@@ -12,23 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from streamkv.recalled import RecalledBlocks
+from streamkv.table_entry import TableEntry
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import NO_CAP, Window
 
+__all__ = ["BlockTable", "Entries", "LiveBlock", "TableEntry"]
 
-class TableEntry(NamedTuple):
-    """A run of tokens of one block that attention reads.
 
-    `distance = min(query_index - start, cap)`; slot j holds token `start + j`, valid from
-    `first_valid` up to `end_valid`.
-    """
+class Entries(NamedTuple):
+    """What some queries see, by kind, in the order in which kernels take them."""
 
-    pool: str
-    block_id: int
-    start: int
-    cap: int
-    first_valid: int
-    end_valid: int
+    sinks: list[TableEntry]
+    recalled: list[TableEntry]
+    recent: list[TableEntry]
 
 
 @dataclass(slots=True)
@@ -51,13 +53,19 @@ class BlockTable:
 
     Attributes:
         block_size: tokens per block.
-        version: grows whenever a block comes or goes.
+        recalled: blocks attended besides the live ones.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.version = 0
+        self.recalled = RecalledBlocks(block_size)
+        self._version = 0
         self._blocks: dict[int, LiveBlock] = {}
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a block comes or goes."""
+        return self._version + self.recalled.version
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -75,7 +83,7 @@ class BlockTable:
         """Append a block; block indices only grow."""
         assert not self._blocks or block_index > next(reversed(self._blocks))
         self._blocks[block_index] = LiveBlock(block_index, block_id, key)
-        self.version += 1
+        self._version += 1
 
     def missing(self, first_token: int, end_token: int) -> list[int]:
         """Block indices that hold `[first_token, end_token)` and are not live."""
@@ -93,14 +101,19 @@ class BlockTable:
         ]
         for block in expired:
             del self._blocks[block.block_index]
-        self.version += bool(expired)
+        self._version += bool(expired)
         return expired
+
+    def take(self, block_index: int) -> LiveBlock:
+        """Remove and return a block."""
+        self._version += 1
+        return self._blocks.pop(block_index)
 
     def take_all(self) -> list[LiveBlock]:
         """Remove and return every block."""
         blocks = list(self._blocks.values())
         self._blocks.clear()
-        self.version += 1
+        self._version += 1
         return blocks
 
     def slot(self, token_index: int) -> int:
@@ -119,10 +132,8 @@ class BlockTable:
             found.extend(range(base + low, base + high))
         return found
 
-    def entries(
-        self, window: Window, query_start: int, query_end: int
-    ) -> tuple[list[TableEntry], list[TableEntry]]:
-        """Sink entries and window entries for the queries `[query_start, query_end)`."""
+    def entries(self, window: Window, query_start: int, query_end: int) -> Entries:
+        """What the queries `[query_start, query_end)` see."""
         sinks: list[TableEntry] = []
         recent: list[TableEntry] = []
         size = self.block_size
@@ -131,7 +142,7 @@ class BlockTable:
             start = index * size
             end = min(start + size, query_end)
             for low, high in window.sinks_in(start, end):
-                cap = window.sink_cap(low) + (low - start)
+                cap = window.sink_cap(low) + (low - start) + self.recalled.num_cached_tokens
                 sinks.append(
                     TableEntry("gpu", block.block_id, start, cap, low - start, high - start)
                 )
@@ -142,4 +153,4 @@ class BlockTable:
                     recent.append(
                         TableEntry("gpu", block.block_id, start, NO_CAP, low - start, high - start)
                     )
-        return sinks, recent
+        return Entries(sinks, self.recalled.entries(window, query_end), recent)

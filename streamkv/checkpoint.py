@@ -63,6 +63,23 @@ class Checkpointer:
         """
         self._not_before = token_index
 
+    def rewind(self, token_index: int) -> None:
+        """The stream ends earlier now: forget what was about later tokens, and begin anew."""
+        if self._pending is not None and self._pending[1].token_index >= token_index:
+            self._pending = None
+        if self._not_before >= token_index:
+            self._not_before = 0
+        self._journaled = None
+        self._begun_at, self._begun_s = 0, time.monotonic()
+        if self._pending is None:
+            self.begin()
+
+    def write_now(self) -> None:
+        """Write a checkpoint and wait for it; one that fails is logged."""
+        self._finish_or_log()
+        self.begin()
+        self._finish_or_log()
+
     def after_step(self) -> None:
         """Journal a checkpoint that has been written, begin one that is due."""
         if self._pending is not None and self._pending[0].done():

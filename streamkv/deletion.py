@@ -1,43 +1,77 @@
-"""Which blocks of a session go with it: all but those that others share.
+"""Which blocks of a session go with it: all that it ever had but those that others share.
 
-Streams share blocks only as far as they agree from their start on, so that what is shared is a run
-of first blocks. Nothing is deleted here.
+Others are the sessions with the same salt: its forks, what it was forked from, those of its tenant.
+Blocks of a prompt that is shared with everyone always stay. Nothing is deleted here.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from streamkv.errors import JournalError, StoreFormatError
-from streamkv.journal import Journal
+from streamkv.journal import Journal, read_header
 from streamkv.journal_records import SessionHeader
-from streamkv.recovery import chain_keys, replay_windows
-from streamkv.sequence import Sequence
+from streamkv.sharing import salting_of
+from streamkv.stream_keys import StreamKeys
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
 _log = logging.getLogger(__name__)
 
 
-def num_shared_blocks(sequence: Sequence, journal: Journal, others: Iterator[Path]) -> int:
-    """How many first blocks of a stream are those of other streams, too.
+class Deletion(NamedTuple):
+    """Keys of all full blocks of a session.
 
-    Blocks of a prompt that is shared with everyone always are.
+    Attributes:
+        doomed: its alone.
+        spared: of others, too.
+    """
+
+    doomed: set[BlockKey]
+    spared: set[BlockKey]
+
+
+def keys_to_delete(
+    journal: Journal, root: BlockKey, block_size: int, others: Iterable[Path]
+) -> Deletion:
+    """What goes with a session, and what stays.
 
     Args:
-        sequence, journal: of the stream.
+        journal: of the session.
+        root: root of its chain of keys.
+        block_size: tokens per block.
         others: journals of the other sessions of the store. One that cannot be read counts for
             nothing, as no session can go on from it.
     """
-    most = sequence.salting.num_shared_blocks
+    ours = StreamKeys(
+        root, block_size, created_window(journal.header), salting_of(journal.header, block_size)
+    )
+    ours.read(journal.scan())
+    doomed = ours.own
+    spared = ours.public - doomed
+    every = doomed | spared
     for path in others:
         try:
-            if _names_alike(journal.header, Journal.read_header(path)):
-                with Journal.read_beside(path) as other:
-                    most = max(most, _num_common(sequence, journal, other))
+            header = read_header(path)
+            if not _names_alike(journal.header, header):
+                continue
+            salting = salting_of(header, block_size)
+            theirs = StreamKeys(root, block_size, created_window(header), salting, within=every)
+            with Journal.read_beside(path) as other:
+                theirs.read(other.scan())
         except (JournalError, StoreFormatError) as error:
             _log.warning("%s cannot be read: what it shares is not kept for it (%s)", path, error)
-    return most
+            continue
+        spared |= doomed & theirs.own
+        doomed -= theirs.own
+    return Deletion(doomed, spared)
+
+
+def created_window(header: SessionHeader) -> Window:
+    """The window of a session's creation."""
+    sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
+    return Window(header.window_size, sinks)
 
 
 def _names_alike(one: SessionHeader, other: SessionHeader) -> bool:
@@ -47,20 +81,3 @@ def _names_alike(one: SessionHeader, other: SessionHeader) -> bool:
         other.num_shared_tokens,
         other.weights,
     )
-
-
-def _num_common(sequence: Sequence, one: Journal, other: Journal) -> int:
-    number = 0
-    for ours, theirs in zip(_keys(sequence, one), _keys(sequence, other), strict=False):
-        if ours != theirs:
-            break
-        number += 1
-    return number
-
-
-def _keys(sequence: Sequence, journal: Journal) -> Iterator[BlockKey]:
-    """Keys of a stream whose keys have the root of `sequence`."""
-    header = journal.header
-    sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
-    windows = replay_windows(journal, Window(header.window_size, sinks))
-    return chain_keys(sequence, journal, windows, journal.state.num_tokens)

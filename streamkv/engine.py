@@ -18,10 +18,11 @@ from streamkv.device import (
 )
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
+from streamkv.live import LiveStream
 from streamkv.metered import MeteredRunner
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
-from streamkv.opening import SessionOpener
+from streamkv.opening import SessionOpener, name_is_taken
 from streamkv.session import Session
 from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
@@ -197,9 +198,23 @@ class Engine:
             if name in self._sessions:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
             live = self._opener.open(name, system, sharers)
-            session = Session(live, self._loop, self._session_closed)
-            self._sessions[name] = session
-            return session
+            return self._opened(live)
+
+    def _fork(self, live: LiveStream, name: str) -> Session:
+        validate_session_name(name)
+        with self._lock:
+            self._require_open()
+            if name in self._sessions:
+                raise name_is_taken(name)
+            # After the engine's lock: the engine's end waits for the intake while it has that.
+            with live.intake.lock:
+                live.intake.require_open()
+                return self._opened(self._opener.fork(live, name))
+
+    def _opened(self, live: LiveStream) -> Session:
+        session = Session(live, self._loop, self._session_closed, self._fork)
+        self._sessions[live.name] = session
+        return session
 
     def wait_until_fast(self) -> bool:
         """Wait until the native decode step is ready or given up; whether there is one.

@@ -116,7 +116,7 @@ class GpuAttention:
         for step in steps:
             sequence, begin = step.sequence, step.start
             entries = sequence.table.entries(sequence.window, begin, begin + step.query_len)
-            tables.append(build_table(*entries))
+            tables.append(build_table(entries))
             windows.append(sequence.window.window_size)
             starts.append(begin)
         capacity = max(table.num_entries for table in tables)

@@ -123,7 +123,8 @@ def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
     Two rows of zeros, as padding's embedding gives, do not differ.
     """
     lengths = expected.float().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    return (found.float() - expected.float()).norm(dim=1) / lengths
+    differences: Tensor = (found.float() - expected.float()).norm(dim=1) / lengths
+    return differences
 
 
 def mix(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -21,8 +21,10 @@ from streamkv.journal_records import (
     GivenKind,
     Kept,
     Record,
+    Rewound,
     Turn,
 )
+from streamkv.past import MemoryPast
 from streamkv.sequence import Sequence
 from streamkv.tokenizer import Tokenizer
 
@@ -54,6 +56,7 @@ class Intake:
         journal: of the session; `None` keeps nothing.
         vocab_size: token ids are below it.
         trained_length: positions that sink tokens and window may take together.
+        memory: what remembers the stream of a session without a journal, if anything does.
 
     Attributes:
         vocab_size: as given.
@@ -66,7 +69,9 @@ class Intake:
         journal: Journal | None,
         vocab_size: int,
         trained_length: int,
+        memory: MemoryPast | None = None,
     ) -> None:
+        self._memory = memory
         self._sequence = sequence
         self._tokenizer = tokenizer
         self._journal = journal
@@ -144,6 +149,27 @@ class Intake:
             tail = self._journal.state.tail if self._journal is not None else ""
             self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
             raise
+
+    def fork_into(self, other: "Intake") -> None:
+        """Have the intake of a forked sequence go on where this one stands."""
+        other.restore(self.text_chars, self._encoder.tail, self._has_turns)
+
+    def rewind(self, rewound: Rewound) -> None:
+        """Write that the stream ends earlier; the text held back is given up.
+
+        The caller holds `lock`, and rewinds the sequence next.
+
+        Raises:
+            JournalError: it could not be written; nothing has changed.
+            EngineClosedError: the session was closed meanwhile.
+        """
+        self.require_open()
+        self._append(rewound)
+
+    def require_open(self) -> None:
+        """Raise `EngineClosedError` if nothing is accepted any more."""
+        if self._closed:
+            raise EngineClosedError("The session was closed meanwhile. Open it again.")
 
     def begin(self, ids: Ids[int]) -> None:
         """Begin a new stream: a tokenizer's prefix, a system prompt."""
@@ -241,10 +267,14 @@ class Intake:
 
     def _write(self, *records: Record) -> None:
         with self.lock:
-            if self._closed:
-                raise EngineClosedError("The session was closed meanwhile. Open it again.")
-            if self._journal is not None:
-                self._journal.append(*records)
+            self.require_open()
+            self._append(*records)
+
+    def _append(self, *records: Record) -> None:
+        if self._journal is not None:
+            self._journal.append(*records)
+        elif self._memory is not None:
+            self._memory.append(*records)
 
     def _check_ids(self, ids: list[int]) -> None:
         for token_id in ids:

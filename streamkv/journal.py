@@ -33,7 +33,7 @@ from streamkv.journal_frames import (
     read_frames,
 )
 from streamkv.journal_records import (
-    JOURNAL_VERSION,
+    READ_VERSIONS,
     Fed,
     Flushed,
     Generated,
@@ -46,11 +46,12 @@ from streamkv.journal_records import (
     encode_record,
     ids_offset,
 )
-from streamkv.journal_state import JournalState
+from streamkv.journal_state import JournalState, Stretch
 
 _log = logging.getLogger(__name__)
 
 _IDS_READ_BYTES = 1 << 16
+_VERSIONS = f"{READ_VERSIONS[0]} to {READ_VERSIONS[-1]}"
 
 
 class Journal:
@@ -116,20 +117,25 @@ class Journal:
         """
         return cls._read(path, journal_file.open_unlocked(path))
 
-    @staticmethod
-    def read_header(path: Path) -> SessionHeader:
-        """What a session was created with, without reading the rest.
+    def fork(self, path: Path) -> Self:
+        """A journal of its own at `path` that holds all of this one; durable when this returns.
 
         Raises:
-            JournalError, StoreFormatError: as `open`.
+            JournalError: it exists, the directory cannot be written, or this file cannot be read.
         """
-        fd = journal_file.open_unlocked(path)
+        file = self._require_open()
+        fd = journal_file.create_locked(path, _parts(self.path, file))
         try:
-            return _read_header(path, fd)[0]
-        except OSError as error:
-            raise _cannot_read(path, error) from error
-        finally:
+            forked = type(self)(path, fd, self.header, self._seed, self._first)
+        except BaseException:
             os.close(fd)
+            raise
+        try:
+            forked._replay()
+        except BaseException:
+            forked.delete()
+            raise
+        return forked
 
     @classmethod
     def _read(cls, path: Path, fd: int) -> Self:
@@ -200,14 +206,17 @@ class Journal:
             raise InputError("range", (start, end), "not tokens of this session", remedy)
         if start == end:
             return np.empty(0, dtype=np.uint32)
-        first, offset = self.state.index.find(start)
+        parts = [self._ids_of(file, part) for part in self.state.index.stretches(start, end)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _ids_of(self, file: AppendFile, part: Stretch) -> npt.NDArray[np.uint32]:
         found = bytearray()
-        for frame in self._frames(file, offset, _IDS_READ_BYTES):
+        for frame in self._frames(file, part.offset, _IDS_READ_BYTES):
             found += frame.payload[ids_offset(frame.kind, frame.payload) :]
-            if len(found) >= 4 * (end - first):
+            if len(found) >= 4 * (part.end - part.first):
                 break
         ids = np.frombuffer(found, dtype="<u4")
-        return ids[start - first : end - first].astype(np.uint32)
+        return ids[part.start - part.first : part.end - part.first].astype(np.uint32)
 
     def scan(self) -> Iterator[Record]:
         """Every record from the header on, as it stands now; memory is bounded.
@@ -284,6 +293,15 @@ class Journal:
             raise _damaged(self.path, last, "it was whole when the journal was opened")
 
 
+def _parts(path: Path, file: AppendFile) -> Iterator[bytes]:
+    """The bytes of a file up to the end of its records, a piece at a time."""
+    for offset in range(0, file.end, MAX_PAYLOAD_BYTES):
+        try:
+            yield pread_exactly(file.fd, min(MAX_PAYLOAD_BYTES, file.end - offset), offset)
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+
+
 def _encoded(record: Record) -> tuple[RecordKind, bytes]:
     kind, payload = encode_record(record)
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -294,6 +312,21 @@ def _encoded(record: Record) -> tuple[RecordKind, bytes]:
             f"Write at most {MAX_PAYLOAD_BYTES} bytes at a time.",
         )
     return kind, payload
+
+
+def read_header(path: Path) -> SessionHeader:
+    """What a session was created with; another process may be writing its journal.
+
+    Raises:
+        JournalError, StoreFormatError: as `Journal.open`.
+    """
+    fd = journal_file.open_unlocked(path)
+    try:
+        return _read_header(path, fd)[0]
+    except OSError as error:
+        raise _cannot_read(path, error) from error
+    finally:
+        os.close(fd)
 
 
 def delete_journal(path: Path) -> None:
@@ -325,7 +358,7 @@ def _read_header(path: Path, fd: int) -> tuple[SessionHeader, int, int]:
         raise _damaged(path, len(MAGIC), "it is the header") from error
     if header is None:
         raise StoreFormatError(
-            f"{path}: journal version {version}, this streamkv reads {JOURNAL_VERSION}. Use the "
+            f"{path}: journal version {version}, this streamkv reads {_VERSIONS}. Use the "
             "streamkv that wrote it, or another store."
         )
     stored = pread_exactly(fd, 4, frame.end - 4)

@@ -7,14 +7,19 @@ holder of its lock writes to it. What is in it is not known here.
 import fcntl
 import os
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from streamkv.errors import JournalError, SessionError
 
 
-def create_locked(path: Path, content: bytes) -> int:
+def create_locked(path: Path, content: bytes | Iterable[bytes]) -> int:
     """Create the file with `content`, mode 0600, on disk with its name; returns the locked fd.
+
+    Args:
+        path: its name.
+        content: what is in it, whole or in pieces; what making a piece raises ends it.
 
     Raises:
         JournalError: it exists, or the directory cannot be written.
@@ -25,14 +30,17 @@ def create_locked(path: Path, content: bytes) -> int:
         raise _cannot_create(path, error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _write_all(fd, content)
+        for part in (content,) if isinstance(content, bytes) else content:
+            _write_all(fd, part)
         os.fsync(fd)
         # link, unlike rename, never replaces a file; a crash leaves no half-written journal.
         os.link(temporary, path)
         sync_directory(path.parent)
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        raise _cannot_create(path, error) from error
+        if isinstance(error, OSError):
+            raise _cannot_create(path, error) from error
+        raise
     finally:
         with suppress(OSError):
             os.unlink(temporary)

@@ -11,6 +11,7 @@ Payloads, little-endian; `ids` are uint32 up to the end of the payload:
     TURN        JSON object
     CHECKPOINT  token_index u64, digest
     CLOSED      token_index u64, partial_key
+    REWOUND     token_index u64, text_chars u64, has_turns u8
 
 Invariant: `decode_record(*encode_record(record)) == record`. Framing, checksums and files are not
 known here.
@@ -26,12 +27,16 @@ from typing import Any
 
 from streamkv.errors import InputError
 
-JOURNAL_VERSION = 1
-"""Version of frames and records; a journal of another version is refused."""
+JOURNAL_VERSION = 2
+"""Version of frames and records that is written; 2 brought REWOUND."""
+
+READ_VERSIONS = (1, 2)
+"""Versions that are read; a journal of another one is refused."""
 
 _FED = struct.Struct("<II")
 _SPAN = struct.Struct("<QQ")
 _PLACE = struct.Struct("<Q")
+_REWOUND = struct.Struct("<QQ?")
 
 
 class RecordKind(IntEnum):
@@ -46,6 +51,7 @@ class RecordKind(IntEnum):
     TURN = 7
     CHECKPOINT = 8
     CLOSED = 9
+    REWOUND = 10
 
 
 class GivenKind(IntEnum):
@@ -157,7 +163,24 @@ class Closed:
     partial_key: bytes
 
 
-Record = SessionHeader | Fed | Given | Generated | Flushed | Kept | Turn | Checkpoint | Closed
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The stream ends at `token_index` again; the tokens from there on are forgotten.
+
+    Attributes:
+        token_index: tokens that are left, at least one.
+        text_chars: characters of fed text that are left, as far as that is known.
+        has_turns: whether what is left holds turns of the chat template.
+    """
+
+    token_index: int
+    text_chars: int
+    has_turns: bool
+
+
+Record = (
+    SessionHeader | Fed | Given | Generated | Flushed | Kept | Turn | Checkpoint | Closed | Rewound
+)
 
 
 def encode_record(record: Record) -> tuple[RecordKind, bytes]:
@@ -185,6 +208,8 @@ def encode_record(record: Record) -> tuple[RecordKind, bytes]:
             return RecordKind.CHECKPOINT, _PLACE.pack(token_index) + digest
         case Closed(token_index, partial_key):
             return RecordKind.CLOSED, _PLACE.pack(token_index) + partial_key
+        case Rewound(token_index, text_chars, has_turns):
+            return RecordKind.REWOUND, _REWOUND.pack(token_index, text_chars, has_turns)
         case SessionHeader():
             fields = dataclasses.asdict(record) | {"journal_version": JOURNAL_VERSION}
             return RecordKind.HEADER, _pack_json(fields)
@@ -212,10 +237,10 @@ def ids_offset(kind: int, payload: bytes) -> int:
 
 
 def decode_header(payload: bytes) -> tuple[int, SessionHeader | None]:
-    """Format version and header; no header if the version is another one."""
+    """Format version and header; no header if it is a version that is not read."""
     fields = json.loads(payload)
     version = fields.pop("journal_version")
-    return version, SessionHeader(**fields) if version == JOURNAL_VERSION else None
+    return version, SessionHeader(**fields) if version in READ_VERSIONS else None
 
 
 def _decode(kind: RecordKind, payload: bytes) -> Record:
@@ -242,6 +267,8 @@ def _decode(kind: RecordKind, payload: bytes) -> Record:
             return Checkpoint(_PLACE.unpack_from(payload)[0], payload[_PLACE.size :])
         case RecordKind.CLOSED:
             return Closed(_PLACE.unpack_from(payload)[0], payload[_PLACE.size :])
+        case RecordKind.REWOUND:
+            return Rewound(*_REWOUND.unpack(payload))
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:

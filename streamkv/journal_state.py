@@ -5,7 +5,9 @@ just written or read back. Pure: no files, no clock, no tokenizer.
 """
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from streamkv.journal_records import (
     Checkpoint,
@@ -15,6 +17,7 @@ from streamkv.journal_records import (
     GivenKind,
     Kept,
     RecordKind,
+    Rewound,
     Turn,
     decode_record,
     ids_offset,
@@ -26,8 +29,27 @@ INDEX_STRIDE = 4096
 _WITH_IDS = frozenset({RecordKind.FED, RecordKind.GIVEN, RecordKind.GENERATED, RecordKind.FLUSHED})
 
 
+class Stretch(NamedTuple):
+    """Tokens `[start, end)` that lie one after another in the file.
+
+    Attributes:
+        start, end: token indices.
+        first: token index with which the record at `offset` begins; at most `start`.
+        offset: of the record's frame.
+    """
+
+    start: int
+    end: int
+    first: int
+    offset: int
+
+
 class TokenIndex:
-    """File offsets of records, one for each `INDEX_STRIDE` tokens: 16 bytes each."""
+    """File offsets of records, one for each `INDEX_STRIDE` tokens and each rewind: 16 bytes each.
+
+    Records of tokens that a rewind gave up stay in the file: from one remembered record up to the
+    next the file holds the stream's tokens in order, and perhaps more behind them.
+    """
 
     __slots__ = ("_first_tokens", "_next_mark", "_offsets")
 
@@ -52,6 +74,21 @@ class TokenIndex:
         place = bisect_right(self._first_tokens, token_index) - 1
         return self._first_tokens[place], self._offsets[place]
 
+    def stretches(self, start: int, end: int) -> Iterator[Stretch]:
+        """Where the tokens `[start, end)` lie, in order."""
+        place = bisect_right(self._first_tokens, start) - 1
+        while start < end:
+            is_last = place + 1 == len(self._first_tokens)
+            stop = end if is_last else min(end, self._first_tokens[place + 1])
+            yield Stretch(start, stop, self._first_tokens[place], self._offsets[place])
+            start, place = stop, place + 1
+
+    def cut(self, token_index: int) -> None:
+        """Forget the tokens from `token_index` on; the next record is remembered."""
+        place = bisect_left(self._first_tokens, token_index)
+        del self._first_tokens[place:], self._offsets[place:]
+        self._next_mark = token_index
+
 
 class JournalState:
     """Where a session stands, by its journal.
@@ -62,11 +99,15 @@ class JournalState:
         tail: the text held back: accepted, but not yet among the tokens.
         has_turns: whether a turn was rendered by the chat template.
         kept: ranges that became sink tokens after creation, oldest first.
-        last_turn, last_checkpoint, last_closed: the newest record of each kind.
+        last_turn: the newest record of its kind.
+        last_checkpoint, last_closed: the same, unless tokens that they are about were given up.
+        was_rewound: whether tokens were ever given up.
+        fewest_left: fewest tokens that a rewind left; `None` if there was none.
         index: where tokens lie in the file.
     """
 
     __slots__ = (
+        "fewest_left",
         "has_turns",
         "index",
         "kept",
@@ -76,6 +117,7 @@ class JournalState:
         "num_tokens",
         "tail",
         "text_chars",
+        "was_rewound",
     )
 
     def __init__(self) -> None:
@@ -87,6 +129,8 @@ class JournalState:
         self.last_turn: Turn | None = None
         self.last_checkpoint: Checkpoint | None = None
         self.last_closed: Closed | None = None
+        self.was_rewound = False
+        self.fewest_left: int | None = None
         self.index = TokenIndex()
 
     def apply(self, kind: int, payload: bytes, offset: int) -> None:
@@ -109,6 +153,8 @@ class JournalState:
                 self.last_checkpoint = checkpoint
             case Closed() as closed:
                 self.last_closed = closed
+            case Rewound() as rewound:
+                self._apply_rewound(rewound)
             case _:
                 raise ValueError("a second header")
 
@@ -119,6 +165,22 @@ class JournalState:
         if num_ids:
             self.index.note(self.num_tokens, num_ids, offset)
             self.num_tokens += num_ids
+
+    def _apply_rewound(self, rewound: Rewound) -> None:
+        end, text_chars = rewound.token_index, rewound.text_chars
+        if not 0 < end <= self.num_tokens or text_chars > self.text_chars:
+            raise ValueError(f"rewound to token {end} of {self.num_tokens}")
+        self.num_tokens, self.text_chars, self.tail = end, text_chars, ""
+        self.has_turns = rewound.has_turns
+        self.kept = [kept for kept in self.kept if kept.token_index < end]
+        # A resume keeps the last token pending, so it needs a checkpoint before that.
+        if self.last_checkpoint is not None and self.last_checkpoint.token_index >= end:
+            self.last_checkpoint = None
+        if self.last_closed is not None and self.last_closed.token_index > end:
+            self.last_closed = None
+        self.was_rewound = True
+        self.fewest_left = end if self.fewest_left is None else min(end, self.fewest_left)
+        self.index.cut(end)
 
     def _apply_tail(self, kind: int, payload: bytes) -> None:
         match decode_record(kind, payload):

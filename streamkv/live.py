@@ -1,24 +1,28 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
-from streamkv.deletion import num_shared_blocks
+from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import JournalError
+from streamkv.errors import InputError, JournalError
 from streamkv.executor import Executor
 from streamkv.intake import Intake
 from streamkv.journal import Journal
-from streamkv.journal_records import Closed
+from streamkv.journal_records import Closed, Rewound
 from streamkv.outputs import FinishReason, SessionStats
-from streamkv.recovery import open_block_key, stream_keys
+from streamkv.past import MemoryPast, Past, TextMarks, text_chars_at
+from streamkv.recovery import Recovery, open_block_key
 from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.sharing import Sharing
+from streamkv.store import Store
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
 from streamkv.window import Window
 
@@ -35,13 +39,15 @@ class LiveStream:
         created_window: the window of the session's creation.
         intake: where tokens come in.
         journal: `None` without a store.
+        store: where it lasts; `None` if it does not.
+        memory: what remembers the stream without a store.
         checkpointer: `None` without a store.
         tokenizer: of the model.
         tiers: owner of the blocks.
         executor: gives blocks back.
         reuse: takes stored blocks for tokens to come.
-        other_journals: files of the other sessions of its store.
-        engine_counters: what the engine counts itself, all sessions together.
+        sharing: the engine's cost gate and counts.
+        spec: layout of the model's blocks.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
     """
@@ -51,13 +57,15 @@ class LiveStream:
     created_window: Window
     intake: Intake
     journal: Journal | None
+    store: Store | None
+    memory: MemoryPast
     checkpointer: Checkpointer | None
     tokenizer: Tokenizer
     tiers: TierManager
     executor: Executor
     reuse: PrefixReuse
-    other_journals: Callable[[], Iterator[Path]]
-    engine_counters: Callable[[], dict[str, int]]
+    sharing: Sharing
+    spec: KVSpec
     prefill_chunk: int
     resumed: bool
 
@@ -65,6 +73,11 @@ class LiveStream:
     def eos_ids(self) -> frozenset[int]:
         """Tokens by which the model ends a turn."""
         return self.tokenizer.stop_ids
+
+    @property
+    def past(self) -> Past:
+        """All tokens of the stream."""
+        return self.journal if self.journal is not None else self.memory
 
     def decoder(self) -> IncrementalDecoder:
         """Turns the ids that follow into text."""
@@ -97,8 +110,66 @@ class LiveStream:
             text_chars=self.intake.text_chars,
             num_blocks=len(sequence.table),
             tiers=self.tiers.usage(),
-            counters=self.tiers.counters() | self.engine_counters(),
+            counters=self.tiers.counters() | self.sharing.counters(),
             num_reused=self.reuse.num_tokens,
+        )
+
+    def rewind(self, token_index: int) -> None:
+        """End the stream at `token_index` again; nothing of it may be under way.
+
+        Raises:
+            InputError: not a whole number from 1 to the number of tokens.
+            JournalError: it could not be written, and nothing has changed; or it could not be made
+                durable.
+            SessionError: nothing remembers the stream.
+        """
+        with self.intake.lock:
+            self.intake.require_open()
+            self._check_index(token_index)
+            rewound = self._rewound(token_index)
+            self.intake.rewind(rewound)
+            self.recovery().rewind()
+            self.intake.restore(rewound.text_chars, "", rewound.has_turns)
+            if self.checkpointer is not None:
+                self.checkpointer.rewind(token_index)
+            if self.journal is not None:
+                self.journal.sync()
+
+    def _check_index(self, token_index: int) -> None:
+        is_int = isinstance(token_index, int) and not isinstance(token_index, bool)
+        num_tokens = self.sequence.num_tokens
+        if not is_int or not 0 < token_index <= num_tokens:
+            problem = "outside the stream" if is_int else "not a whole number"
+            remedy = f"Use a whole number from 1 to {num_tokens}."
+            if num_tokens == 0:
+                remedy = "The session is empty: there is nothing to go back to."
+            raise InputError("token_index", token_index, problem, remedy)
+
+    def _rewound(self, token_index: int) -> Rewound:
+        marks = self.memory.marks
+        if self.journal is not None:
+            marks = TextMarks.of(self.journal.scan())
+        mark, past = marks.at(token_index), self.past
+
+        def decode(start: int, end: int) -> str:
+            before = past.ids(max(0, start - 8), start).tolist()
+            decoder = self.tokenizer.decoder(previous=before)
+            return "".join(decoder.push(token_id) for token_id in past.ids(start, end).tolist())
+
+        text_chars = text_chars_at(mark, token_index, decode)
+        return Rewound(token_index, text_chars, mark.has_turns)
+
+    def recovery(self) -> Recovery:
+        """What brings the sequence to where its past ends."""
+        return Recovery(
+            self.name,
+            self.sequence,
+            self.past,
+            self.created_window,
+            self.tiers,
+            self.executor,
+            self.spec,
+            self.sharing.gate,
         )
 
     def sleep(self) -> None:
@@ -130,11 +201,19 @@ class LiveStream:
         with self.intake.lock:
             self.intake.close()
             self.executor.release(self.sequence)
-            keys, num_shared = [], 0
+            sequence = self.sequence
             if self.journal is not None:
-                keys = stream_keys(self.sequence, self.journal, self.created_window)
-                num_shared = num_shared_blocks(self.sequence, self.journal, self.other_journals())
-            doomed, spared = keys[num_shared:], keys[:num_shared]
-            self.tiers.forget(self.name, doomed, spared=spared).wait()
+                keys = keys_to_delete(
+                    self.journal, sequence.root_key, sequence.block_size, self._other_journals()
+                )
+                self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
+            else:
+                self.tiers.forget(self.name).wait()
             if self.journal is not None:
                 self.journal.delete()
+
+    def _other_journals(self) -> Iterator[Path]:
+        if self.store is not None:
+            for name in self.store.session_names():
+                if name != self.name:
+                    yield self.store.journal_path(name)

@@ -6,19 +6,18 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 
 import hashlib
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
-from streamkv.errors import ConfigError, PoolFullError, SessionError
+from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
 from streamkv.executor import Executor
+from streamkv.forking import share_blocks
 from streamkv.intake import Intake
 from streamkv.journal import Journal
 from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
-from streamkv.recovery import Recovery
+from streamkv.past import MemoryPast
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
 from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
@@ -80,7 +79,7 @@ class SessionOpener:
             if journal is not None:
                 asked.check(name, journal.header)
             header = journal.header if journal is not None else self._new_header(system, asked)
-            self._reserve(name, header)
+            self._reserve(name, header.num_sink_tokens, header.window_size)
             if journal is None and self._store is not None:
                 journal = Journal.create(self._store.journal_path(name), header)
             live = self._build_live(name, journal, header, resumed)
@@ -92,6 +91,42 @@ class SessionOpener:
             if journal is not None:
                 journal.close()
             raise
+
+    def fork(self, live: LiveStream, name: str) -> LiveStream:
+        """A live stream with the same past, which shares the full blocks of `live`.
+
+        Nothing of `live` may be under way, and its intake is held.
+
+        Raises:
+            InputError: there is a session of this name already.
+            PoolFullError: no room for another window.
+            JournalError: its journal cannot be made.
+        """
+        if self._store is not None and self._store.journal_path(name).exists():
+            raise name_is_taken(name)
+        journal: Journal | None = None
+        self._num_opened += 1
+        sequence = live.sequence.copy(self._num_opened)
+        try:
+            self._reserve(
+                name, live.created_window.num_sink_tokens, live.sequence.window.window_size
+            )
+            share_blocks(live.sequence, sequence, self._tiers)
+            if live.journal is not None and self._store is not None:
+                journal = live.journal.fork(self._store.journal_path(name))
+            forked = self._assemble(
+                name, sequence, live.created_window, journal, live.memory.fork(), resumed=False
+            )
+            live.intake.fork_into(forked.intake)
+        except BaseException:
+            self._executor.release(sequence)
+            self.release(name)
+            if journal is not None:
+                journal.delete()
+            raise
+        if forked.checkpointer is not None:
+            forked.checkpointer.write_now()
+        return forked
 
     def release(self, name: str) -> None:
         """Give back the room of a session."""
@@ -155,11 +190,10 @@ class SessionOpener:
             num_shared_tokens=asked.num_shared(num_opening),
         )
 
-    def _reserve(self, name: str, header: SessionHeader) -> None:
+    def _reserve(self, name: str, num_sink_tokens: int, window_size: int) -> None:
         """Count the blocks that the session may need against the pool."""
-        need = blocks_of_session(
-            self._config, self._adapter.spec, header.num_sink_tokens, header.window_size
-        )
+        spec = self._adapter.spec
+        need = blocks_of_session(self._config, spec, num_sink_tokens, window_size)
         free = self._num_gpu_blocks - sum(self._reserved.values())
         if need > free:
             raise PoolFullError(
@@ -172,25 +206,44 @@ class SessionOpener:
     def _build_live(
         self, name: str, journal: Journal | None, header: SessionHeader, resumed: bool
     ) -> LiveStream:
-        adapter, config = self._adapter, self._config
+        adapter = self._adapter
         sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
         window = Window(header.window_size, sinks)
-        salting = salting_of(header, adapter.spec.block_size)
+        fewest_left = journal.state.fewest_left if journal is not None else None
+        salting = salting_of(header, adapter.spec.block_size, fewest_left)
         root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
         self._num_opened += 1
         sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
+        live = self._assemble(name, sequence, window, journal, MemoryPast(), resumed)
+        if journal is not None and resumed:
+            self._recover(live, journal)
+        return live
+
+    def _assemble(
+        self,
+        name: str,
+        sequence: Sequence,
+        created_window: Window,
+        journal: Journal | None,
+        memory: MemoryPast,
+        resumed: bool,
+    ) -> LiveStream:
+        adapter, config, tokenizer = self._adapter, self._config, self._tokenizer
         checkpointer = None
         if journal is not None and config.retain != "none":
             every = config.checkpoint_tokens
             checkpointer = Checkpointer(name, sequence, journal, self._tiers, every)
-        tokenizer = self._tokenizer
-        intake = Intake(sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length)
-        live = LiveStream(
+        intake = Intake(
+            sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length, memory
+        )
+        return LiveStream(
             name=name,
             sequence=sequence,
-            created_window=window,
+            created_window=created_window,
             intake=intake,
             journal=journal,
+            store=self._store,
+            memory=memory,
             checkpointer=checkpointer,
             tokenizer=tokenizer,
             tiers=self._tiers,
@@ -203,38 +256,29 @@ class SessionOpener:
                 self._reserved[name],
                 adapter.spec.block_bytes,
             ),
-            other_journals=lambda: self._other_journals(name),
-            engine_counters=self._sharing.counters,
+            sharing=self._sharing,
+            spec=adapter.spec,
             prefill_chunk=config.prefill_chunk,
             resumed=resumed,
         )
-        if journal is not None and resumed:
-            self._recover(live, journal)
-        return live
-
-    def _other_journals(self, name: str) -> Iterator[Path]:
-        if self._store is not None:
-            for other in self._store.session_names():
-                if other != name:
-                    yield self._store.journal_path(other)
 
     def _recover(self, live: LiveStream, journal: Journal) -> None:
-        recovery = Recovery(
-            live.name,
-            live.sequence,
-            journal,
-            self._tiers,
-            self._executor,
-            self._adapter.spec,
-            self._sharing.gate,
-        )
+        recovery = live.recovery()
         checkpoint = recovery.run()
         if live.checkpointer is not None:
+            live.checkpointer.declined(recovery.declined)
             if checkpoint is not None:
                 live.checkpointer.resumed_from(checkpoint)
-            live.checkpointer.declined(recovery.declined)
+            elif journal.state.was_rewound:
+                live.checkpointer.begin()
         state = journal.state
         live.intake.restore(state.text_chars, state.tail, state.has_turns)
+
+
+def name_is_taken(name: str) -> InputError:
+    """The error for a new session whose name another one has."""
+    remedy = "Use another name, or delete that session first."
+    return InputError("name", name, "there is a session of this name", remedy)
 
 
 def _digest(text: str) -> str:

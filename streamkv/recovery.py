@@ -8,16 +8,21 @@ If a block of the window is missing from every tier, the window is computed anew
 price: layer l of a token depends on l windows before it, so the replay begins num_layers windows
 back (or at the start of the stream, whichever is later), and blocks are exact only from one window
 before the end.
+
+A stream that was rewound behind its newest checkpoint has none. The names of its window's blocks
+are then made anew by hashing its tokens, and the tiers asked for these. A rewind of an open session
+does the same, and takes from its own window what stays in it.
 """
 
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from streamkv.cost_gate import CostGate
+from streamkv.errors import PoolFullError
 from streamkv.executor import Executor
-from streamkv.journal import Journal
+from streamkv.past import Past
 from streamkv.sequence import Jump, Sequence, policy_in_force
 from streamkv.tiers.keys import child_key, partial_key
 from streamkv.tiers.manager import TierManager
@@ -32,23 +37,23 @@ HASHED_AT_ONCE = 65_536
 _log = logging.getLogger(__name__)
 
 
-def replay_windows(journal: Journal, window: Window) -> list[tuple[int, Window]]:
+def replay_windows(past: Past, window: Window) -> list[tuple[int, Window]]:
     """Every window that was in force, with the token index from which it was."""
     windows = [(0, window)]
-    for kept in journal.state.kept:
+    for kept in past.state.kept:
         window = window.with_sinks(kept.token_index, kept.token_index + kept.num_tokens)
         windows.append((kept.token_index, window))
     return windows
 
 
 def chain_keys(
-    sequence: Sequence, journal: Journal, windows: list[tuple[int, Window]], end: int
+    sequence: Sequence, past: Past, windows: list[tuple[int, Window]], end: int
 ) -> Iterator[BlockKey]:
-    """Keys of the full blocks before `end`, made anew by hashing the journal from its start."""
-    size, key = sequence.block_size, sequence.root_key
+    """Keys of the full blocks before `end`, made anew by hashing the stream from its start."""
+    size, key = sequence.block_size, sequence.first_parent
     end -= end % size
     for first in range(0, end, HASHED_AT_ONCE):
-        ids = journal.ids(first, min(first + HASHED_AT_ONCE, end)).tolist()
+        ids = past.ids(first, min(first + HASHED_AT_ONCE, end)).tolist()
         for offset in range(0, len(ids), size):
             start = first + offset
             # A block is named by the window in force when its last token was computed.
@@ -64,8 +69,9 @@ class Recovery:
 
     Args:
         name: the session's name.
-        sequence: new and empty, with the window of the session's creation.
-        journal: open.
+        sequence: new and empty, or one whose past ends earlier now.
+        past: of the session.
+        created: the window of the session's creation.
         tiers: owner of the blocks.
         executor: gives blocks back.
         spec: layout of the model's blocks.
@@ -79,7 +85,8 @@ class Recovery:
         self,
         name: str,
         sequence: Sequence,
-        journal: Journal,
+        past: Past,
+        created: Window,
         tiers: TierManager,
         executor: Executor,
         spec: KVSpec,
@@ -87,43 +94,80 @@ class Recovery:
     ) -> None:
         self._name = name
         self._sequence = sequence
-        self._journal = journal
+        self._past = past
         self._tiers = tiers
         self._executor = executor
         self._spec = spec
         self._gate = gate
         self.declined = 0
-        self._windows = replay_windows(journal, sequence.window)
+        self._windows = replay_windows(past, created)
 
     def run(self) -> WindowBlocks | None:
         """Restore the sequence; what remains to be computed is pending.
 
         Returns:
-            The checkpoint it was restored from; `None` if the window is computed anew.
+            The checkpoint it was restored from; `None` if it was not.
         """
-        num_tokens = self._journal.state.num_tokens
-        newest = max(0, num_tokens - self._sequence.window.window_size)
-        self._sequence.recent_ids.extend(self._journal.ids(newest, num_tokens).tolist())
+        self._restore_recent_ids()
         window_blocks = self._newest_checkpoint()
-        if window_blocks is not None:
-            if not self._is_worth_reading(window_blocks):
-                self.declined = window_blocks.token_index
-            elif self._restore_window(window_blocks):
-                self._restore_open_block()
-                return window_blocks
-            else:
-                _log.warning(
-                    "session %r: its window is not stored any more and is computed anew",
-                    self._name,
-                )
+        if window_blocks is None:
+            if not self._past.state.was_rewound or not self._restore_known(self._window_at_end()):
+                self._replay()
+            return None
+        if not self._is_worth_reading(window_blocks):
+            self.declined = window_blocks.token_index
+        elif self._restore_window(window_blocks):
+            self._restore_open_block()
+            return window_blocks
+        else:
+            _log.warning(
+                "session %r: its window is not stored any more and is computed anew", self._name
+            )
         self._replay()
         return None
 
+    def _restore_known(self, named: WindowBlocks) -> bool:
+        """Make a window live that no checkpoint vouches for, if it is sooner read than computed."""
+        return self._is_worth_reading(named) and self._restore_window(named)
+
+    def rewind(self) -> None:
+        """Take the sequence back to where its past ends now; what is to be computed is pending.
+
+        Nothing of it may be under way. What stays in its window is neither copied nor read.
+        """
+        sequence, size = self._sequence, self._sequence.block_size
+        sequence.give_up_shared(self._past.state.num_tokens)
+        newest = self._past.state.num_tokens - 1
+        num_kept = min(newest, sequence.num_computed) if sequence.is_exact else newest
+        stored = self._live_window(num_kept) if sequence.is_exact else None
+        self._restore_recent_ids()
+        open_block = self._take_open_block(num_kept)
+        restored = self._restore_window(stored or self._window_at_end())
+        if not restored:
+            self._replay()
+        if open_block is None:
+            return
+        if restored and sequence.num_computed == num_kept - num_kept % size:
+            sequence.table.add(num_kept // size, open_block)
+            sequence.restore_open(num_kept)
+        else:
+            self._tiers.free(open_block)
+
+    def _restore_recent_ids(self) -> None:
+        num_tokens, recent_ids = self._past.state.num_tokens, self._sequence.recent_ids
+        newest = max(0, num_tokens - self._sequence.window.window_size)
+        recent_ids.clear()
+        recent_ids.extend(self._past.ids(newest, num_tokens).tolist())
+
     def _newest_checkpoint(self) -> WindowBlocks | None:
-        checkpoint = self._journal.state.last_checkpoint
+        checkpoint = self._past.state.last_checkpoint
         if checkpoint is None:
             return None
-        return WindowBlocks.decode(checkpoint.token_index, checkpoint.digest)
+        stored = WindowBlocks.decode(checkpoint.token_index, checkpoint.digest)
+        # Not as it was written: a rewind may have moved the salt to right behind it since.
+        newest = max(stored.blocks)[1] if stored.blocks else self._sequence.root_key
+        chain_key = self._parent_after(stored.token_index, newest)
+        return WindowBlocks(stored.token_index, chain_key, stored.blocks)
 
     def _is_worth_reading(self, stored: WindowBlocks) -> bool:
         """Whether the window is sooner read than computed anew, wherever its blocks are now."""
@@ -135,27 +179,112 @@ class Recovery:
         num_tokens = head + stored.token_index - start
         return num_tokens <= 0 or self._gate.chooses_reading(num_tokens, num_bytes)
 
+    def _window_at_end(self) -> WindowBlocks:
+        """What a resume at the last block boundary needs, by names made anew."""
+        size, newest = self._sequence.block_size, self._past.state.num_tokens - 1
+        end, key, blocks = newest - newest % size, self._sequence.root_key, []
+        needed = set(self._needed(end))
+        keys = chain_keys(self._sequence, self._past, self._windows, end)
+        for index, key in enumerate(keys):
+            if index in needed:
+                blocks.append((index, key))
+        return WindowBlocks(end, self._parent_after(end, key), tuple(blocks))
+
+    def _parent_after(self, end: int, newest: BlockKey) -> BlockKey:
+        """Parent of the block that begins at `end`; `newest` is the key of the one before it."""
+        return self._sequence.salting.after(end // self._sequence.block_size - 1, newest)
+
+    def _needed(self, end: int) -> list[int]:
+        """Blocks that a resume at the block boundary `end` needs."""
+        size, window = self._sequence.block_size, self._window_in_force(end)
+        needed = set(range(window.first_visible(end) // size, end // size))
+        for first, last in window.sinks_in(0, end):
+            needed.update(range(first // size, (last - 1) // size + 1))
+        return sorted(needed)
+
+    def _live_window(self, token_index: int) -> WindowBlocks | None:
+        """The same at the block boundary before `token_index`, if all of it is live."""
+        table = self._sequence.table
+        end = token_index - token_index % self._sequence.block_size
+        needed = self._needed(end)
+        if any(index not in table for index in needed):
+            return None
+        blocks = [(index, key) for index in needed if (key := table[index].key) is not None]
+        key = blocks[-1][1] if blocks else self._sequence.root_key
+        return WindowBlocks(end, self._parent_after(end, key), tuple(blocks))
+
+    def _take_open_block(self, num_kept: int) -> int | None:
+        """A block with the tokens of the block that `num_kept` lies in, if it is live: no one
+        else's, and out of the table.
+        """
+        index, offset = divmod(num_kept, self._sequence.block_size)
+        if not offset or index not in self._sequence.table or not self._sequence.is_exact:
+            return None
+        block = self._sequence.table.take(index)
+        if block.key is None:
+            return block.block_id
+        try:
+            block_id = self._tiers.allocate()
+        except PoolFullError:
+            self._tiers.drop(block.block_id)
+            return None
+        self._tiers.copy(block.block_id, block_id)
+        self._tiers.drop(block.block_id)
+        return block_id
+
     def _restore_window(self, stored: WindowBlocks) -> bool:
+        """Make the blocks of a window live; False, and none of them is, if one cannot be had."""
         sequence = self._sequence
-        self._set_windows(stored.token_index)
-        pending = self._journal.ids(stored.token_index, self._journal.state.num_tokens)
-        sequence.restart_at(stored.token_index, stored.chain_key, pending.tolist())
-        size, window = sequence.block_size, sequence.window
-        wanted = [
-            (index, key)
+        size, window = sequence.block_size, self._window_in_force(stored.token_index)
+        wanted = {
+            key: index
             for index, key in stored.blocks
             if not window.is_expired(index * size, (index + 1) * size, stored.token_index)
-        ]
-        block_ids = [self._tiers.allocate() for _ in wanted]
-        places = {self._tiers.where(key) for _, key in wanted}
-        pairs = [(key, block_id) for (_, key), block_id in zip(wanted, block_ids, strict=True)]
+        }
+        found = self._keep_live(wanted)
+        pending = self._past.ids(stored.token_index, self._past.state.num_tokens)
+        sequence.restart_at(stored.token_index, stored.chain_key, pending.tolist())
+        self._set_windows(stored.token_index)
+        sequence.exact_from = 0
+        is_whole = self._fetch([key for key in wanted if key not in found], found)
+        for key, index in wanted.items():
+            if key in found:
+                sequence.table.add(index, found[key], key)
+        if not is_whole:
+            self._executor.release(sequence)
+        return is_whole
+
+    def _keep_live(self, wanted: Container[BlockKey]) -> dict[BlockKey, int]:
+        """Empty the table; the wanted of its blocks, the others are given back."""
+        found: dict[BlockKey, int] = {}
+        for block in self._sequence.table.take_all():
+            if block.key is None:
+                self._tiers.free(block.block_id)
+            elif block.key in wanted and block.key not in found:
+                found[block.key] = block.block_id
+            else:
+                self._tiers.drop(block.block_id)
+        return found
+
+    def _fetch(self, keys: list[BlockKey], found: dict[BlockKey, int]) -> bool:
+        """Add the blocks of `keys` to `found`; whether all could be had."""
+        pairs: list[tuple[BlockKey, int]] = []
+        try:
+            for key in keys:
+                pairs.append((key, self._tiers.allocate()))
+        except PoolFullError:
+            for _, block_id in pairs:
+                self._tiers.free(block_id)
+            return False
+        places = {self._tiers.where(key) for key in keys}
         begun_s = time.monotonic()
         restored = self._tiers.restore_many(pairs)
         self._note_read(places, sum(restored), time.monotonic() - begun_s)
-        for (index, key), block_id, found in zip(wanted, block_ids, restored, strict=True):
-            sequence.table.add(index, block_id, key if found else None)
-        if not all(restored):
-            self._executor.release(sequence)
+        for (key, block_id), is_there in zip(pairs, restored, strict=True):
+            if is_there:
+                found[key] = block_id
+            else:
+                self._tiers.free(block_id)
         return all(restored)
 
     def _note_read(self, places: set[Place | None], num_blocks: int, seconds: float) -> None:
@@ -164,7 +293,7 @@ class Recovery:
             self._gate.note_read(place, num_blocks * self._spec.block_bytes, seconds)
 
     def _restore_open_block(self) -> None:
-        closed = self._journal.state.last_closed
+        closed = self._past.state.last_closed
         sequence = self._sequence
         size = sequence.block_size
         if closed is None or not closed.partial_key:
@@ -180,22 +309,24 @@ class Recovery:
             self._tiers.free(block_id)
 
     def _replay(self) -> None:
-        sequence, num_tokens = self._sequence, self._journal.state.num_tokens
-        sequence.restart_at(0, sequence.root_key, [])
+        sequence, num_tokens = self._sequence, self._past.state.num_tokens
+        self._executor.release(sequence)
+        sequence.exact_from = 0
+        sequence.restart_at(0, sequence.first_parent, [])
         self._set_windows(0)
         head, start = self._replay_span()
-        ids = self._journal.ids(0, head).tolist() + self._journal.ids(start, num_tokens).tolist()
+        ids = self._past.ids(0, head).tolist() + self._past.ids(start, num_tokens).tolist()
         jump = None
         if start > head:
             jump = Jump(head, start, self._chain_key_at(start))
             sequence.exact_from = start + (self._spec.num_layers - 1) * sequence.window.window_size
-        sequence.restart_at(0, sequence.root_key, ids, jump)
+        sequence.restart_at(0, sequence.first_parent, ids, jump)
 
     def _replay_span(self) -> tuple[int, int]:
         """(head, start): tokens `[head, start)` need not be computed anew."""
         window, size = self._windows[0][1], self._sequence.block_size
         head = -(-window.last_sink_index // size) * size
-        newest = self._journal.state.num_tokens - 1
+        newest = self._past.state.num_tokens - 1
         start = newest - self._spec.num_layers * window.window_size
         start -= start % size
         # Sink tokens kept in mid-stream need their own past: then the whole stream is replayed.
@@ -205,14 +336,15 @@ class Recovery:
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
         """Parent of the block that begins at `token_index`."""
-        sequence = self._sequence
-        keys = chain_keys(sequence, self._journal, self._windows, token_index)
+        keys = chain_keys(self._sequence, self._past, self._windows, token_index)
         [newest] = deque(keys, maxlen=1)
-        return sequence.salting.after(token_index // sequence.block_size - 1, newest)
+        return self._parent_after(token_index, newest)
+
+    def _window_in_force(self, token_index: int) -> Window:
+        return [window for start, window in self._windows if start <= token_index][-1]
 
     def _set_windows(self, token_index: int) -> None:
-        in_force = [window for start, window in self._windows if start <= token_index]
-        self._sequence.set_window(in_force[-1])
+        self._sequence.set_window(self._window_in_force(token_index))
         for start, window in self._windows[1:]:
             if start > token_index:
                 self._sequence.change_window(start, window)
@@ -223,9 +355,3 @@ def open_block_key(name: str, sequence: Sequence) -> BlockKey:
     start = sequence.num_computed - sequence.num_computed % sequence.block_size
     policy = policy_in_force(sequence.window, start, sequence.block_size)
     return partial_key(name, sequence.chain_key, sequence.open_ids, policy)
-
-
-def stream_keys(sequence: Sequence, journal: Journal, created: Window) -> list[BlockKey]:
-    """Keys of all full blocks of a stream; `created` is the window of its creation."""
-    windows = replay_windows(journal, created)
-    return list(chain_keys(sequence, journal, windows, sequence.num_computed))

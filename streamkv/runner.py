@@ -4,13 +4,14 @@ The runner owns the model and reads and writes the gpu pool; it decides nothing.
 tokens must be live before `run`. Plans of attention are made once per step and serve all layers.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
-from streamkv.block_table import TableEntry
+from streamkv.block_table import Entries
 from streamkv.kernels import cpu
 from streamkv.kernels.native import NativeDecoder
 from streamkv.kernels.rope import RopeTables
@@ -27,12 +28,13 @@ KEPT_BYTES = 30 * 2**20
 """More than any buffer of a step has, and below the 32 MiB that glibc never keeps."""
 
 
-def build_table(sinks: list[TableEntry], recent: list[TableEntry]) -> SequenceTable:
-    """Entries as tensors, sink entries first."""
-    rows = [entry[1:] for entry in (*sinks, *recent)]
+def build_table(entries: Entries) -> SequenceTable:
+    """Entries as tensors."""
+    rows = [entry[1:] for entry in itertools.chain(*entries)]
     columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t().contiguous()
     block_ids, starts, caps, first_valid, end_valid = columns.unbind(0)
-    return SequenceTable(block_ids, starts, caps, first_valid, end_valid, len(sinks))
+    kinds = len(entries.sinks), len(entries.recalled)
+    return SequenceTable(block_ids, starts, caps, first_valid, end_valid, *kinds)
 
 
 class _Part(NamedTuple):
@@ -121,7 +123,7 @@ class Runner:
             token_id,
             index,
             sequence.table.slot(index),
-            build_table(*sequence.table.entries(window, index, index + 1)),
+            build_table(sequence.table.entries(window, index, index + 1)),
             window.window_size,
             want_logits=step.wanted is not Wanted.NOTHING,
         )
@@ -137,7 +139,7 @@ class Runner:
         start = sequence.num_computed
         entries = sequence.table.entries(sequence.window, start, start + step.query_len)
         return cpu.plan_attention(
-            build_table(*entries),
+            build_table(entries),
             start,
             step.query_len,
             sequence.window.window_size,

@@ -31,7 +31,7 @@ class Jump(NamedTuple):
 
     Attributes:
         source, target: token indices.
-        chain_key: key of the block that ends at `target`.
+        chain_key: parent of the block that begins at `target`.
     """
 
     source: int
@@ -54,7 +54,8 @@ class Sequence:
         recent_ids: the newest ids, as many as the window has.
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
-        salting: where the salt enters the chain of block keys.
+        root_key: root of the chain of block keys.
+        salting: where the salt enters it.
     """
 
     def __init__(
@@ -79,13 +80,18 @@ class Sequence:
         self._inexact_from = 0
         self.root_key = root
         self.salting = salting
-        self._chain_key = root
+        self._chain_key = self.first_parent
         self._open_ids: list[int] = []
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.table.block_size
+
+    @property
+    def first_parent(self) -> BlockKey:
+        """Parent of the first block: the root, unless the salt enters right behind it."""
+        return self.salting.after(-1, self.root_key)
 
     @property
     def num_pending(self) -> int:
@@ -101,6 +107,13 @@ class Sequence:
     def chain_key(self) -> BlockKey:
         """Parent of the open block: key of the last full block, or the root."""
         return self._chain_key
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is left out and all live blocks that are full have their key."""
+        num_full = self.num_computed // self.block_size
+        full = (block for block in self.table if block.block_index < num_full)
+        return self._jump is None and all(block.key is not None for block in full)
 
     @property
     def final_window(self) -> Window:
@@ -186,6 +199,10 @@ class Sequence:
         expired = self.table.take_expired(self.window, resume_at)
         return [(block.block_id, block.key) for block in expired]
 
+    def give_up_shared(self, num_tokens: int) -> None:
+        """Only the first tokens are still those of a prompt that is shared; then `restart_at`."""
+        self.salting = self.salting.cut(num_tokens // self.block_size)
+
     def restart_at(
         self, token_index: int, chain_key: BlockKey, pending: Ids[int], jump: Jump | None = None
     ) -> None:
@@ -193,12 +210,13 @@ class Sequence:
 
         Args:
             token_index: first token that is not computed; a multiple of the block size.
-            chain_key: key of the block that ends there.
+            chain_key: parent of the block that begins there.
             pending: all accepted ids from `token_index` on that are to be computed.
             jump: tokens to leave out on the way.
         """
         assert token_index % self.block_size == 0
         skipped = jump.target - jump.source if jump else 0
+        self.head_is_written = False
         self.num_computed = token_index
         self.num_tokens = token_index + len(pending) + skipped
         self.pending = deque(pending)
@@ -212,6 +230,19 @@ class Sequence:
         """All that a query from `token_index` on sees is exact: blocks from there on get keys."""
         if token_index > self._inexact_from:
             self.exact_from = min(self.exact_from, token_index)
+
+    def copy(self, seq_id: int) -> "Sequence":
+        """The same stream as another sequence, without any live block."""
+        copied = Sequence(seq_id, self.window, self.block_size, self.root_key, self.salting)
+        copied.num_tokens, copied.num_computed = self.num_tokens, self.num_computed
+        copied.pending = self.pending.copy()
+        copied.recent_ids = self.recent_ids.copy()
+        copied.exact_from, copied._inexact_from = self.exact_from, self._inexact_from
+        copied._window_changes = self._window_changes.copy()
+        copied._jump = self._jump
+        copied._chain_key = self._chain_key
+        copied._open_ids = list(self._open_ids)
+        return copied
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""

@@ -36,11 +36,16 @@ class Session:
     """
 
     def __init__(
-        self, live: LiveStream, loop: StepLoop, on_close: Callable[["Session"], None]
+        self,
+        live: LiveStream,
+        loop: StepLoop,
+        on_close: Callable[["Session"], None],
+        on_fork: Callable[[LiveStream, str], "Session"],
     ) -> None:
         self._live = live
         self._loop = loop
         self._on_close = on_close
+        self._on_fork = on_fork
         self._gate = Turnstile(live.name)
         self._closed = False
 
@@ -136,6 +141,48 @@ class Session:
     async def akeep(self, text: str) -> None:
         """`keep` for an event loop."""
         await self._async_outputs(self._keep(text), "akeep", ()).run()
+
+    def fork(self, name: str) -> "Session":
+        """A second session with the same past, which goes its own way from here.
+
+        Full blocks of the window belong to both from now on and are not copied; the journal is.
+        Text that is held back because its last word may go on is part of the past.
+
+        Args:
+            name: of the new session.
+
+        Raises:
+            InputError: not a name, or there is a session of this name.
+            PoolFullError: no room for another window.
+            JournalError: its journal cannot be made. Nothing is left of it then.
+        """
+        forked: list[Session] = []
+        self._alone(lambda: forked.append(self._on_fork(self._live, name)), "fork")
+        return forked[0]
+
+    async def afork(self, name: str) -> "Session":
+        """`fork` for an event loop."""
+        return await asyncio.to_thread(self.fork, name)
+
+    def rewind(self, token_index: int) -> None:
+        """End the stream at `token_index` again; later tokens are forgotten.
+
+        The session goes on as one that never had them. What it sees from there is read back block
+        by block, or computed anew where blocks are gone. Text that was held back is given up.
+
+        Args:
+            token_index: tokens that are left, at least one.
+
+        Raises:
+            InputError: not a whole number from 1 to `num_tokens`.
+            JournalError: it could not be journaled.
+            SessionError: a session without a store that is too long to be remembered.
+        """
+        self._alone(lambda: self._live.rewind(token_index), "rewind")
+
+    async def arewind(self, token_index: int) -> None:
+        """`rewind` for an event loop."""
+        await asyncio.to_thread(self.rewind, token_index)
 
     def stats(self) -> SessionStats:
         """Where the session stands; may be called at any time."""
@@ -324,6 +371,16 @@ class Session:
     ) -> Compute:
         after = self._live.after_step
         return Compute(self._live.sequence, num_tokens, wanted, on_logits, after, params)
+
+    def _alone(self, function: Callable[[], object], what: str) -> None:
+        """Call a function on this thread while nothing of the session is under way."""
+
+        def steps() -> Steps:
+            self._loop.settle(self._live.sequence)
+            function()
+            yield from ()
+
+        self._outputs(steps(), what).run()
 
     def _outputs(self, steps: Steps, what: str, items: Iterable[Any] = ()) -> Outputs[Any]:
         self._require_open()

@@ -89,6 +89,13 @@ PRIVATE = Sharers()
 """Nothing is shared."""
 
 
-def salting_of(header: SessionHeader, block_size: int) -> Salting:
-    """Where the salt of a session enters its chain of keys."""
-    return Salting(bytes.fromhex(header.salt), header.num_shared_tokens // block_size)
+def salting_of(header: SessionHeader, block_size: int, fewest_left: int | None = None) -> Salting:
+    """Where the salt of a session enters its chain of keys.
+
+    Args:
+        header: what it was created with.
+        block_size: tokens per block.
+        fewest_left: fewest tokens that a rewind left of it; `None` if there was none.
+    """
+    salting = Salting(bytes.fromhex(header.salt), header.num_shared_tokens // block_size)
+    return salting if fewest_left is None else salting.cut(fewest_left // block_size)

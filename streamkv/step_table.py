@@ -7,6 +7,7 @@ copy out of the other may still be pending; a buffer is reused once its copy is 
 have no entries and no slot.
 """
 
+import itertools
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from streamkv.batch import SequenceStep
 from streamkv.kernels.batch_table import BatchTable
+from streamkv.sequence import Sequence
 
 _PER_ROW = ("ids", "sources", "slots", "query_starts", "window_sizes")
 _PER_ENTRY = ("addresses", "starts", "caps")
+_COUNTS = ("num_entries", "num_sink_entries", "num_recalled_entries")
 
 Int64s = npt.NDArray[np.int64]
 
@@ -31,8 +34,8 @@ class _Layout:
         self.num_rows, self.capacity = num_rows, capacity
         row, table = num_rows, num_rows * capacity
         sizes = [row] * len(_PER_ROW) + [table] * len(_PER_ENTRY)
-        # Two columns of 32-bit numbers of each kind share the words of one.
-        sizes += [row, table]
+        # Columns of 32-bit numbers: four of rows, two of entries.
+        sizes += [2 * row, table]
         self.ends = np.cumsum(sizes).tolist()
 
     @property
@@ -48,9 +51,16 @@ class _Layout:
         for name, part in zip(_PER_ENTRY, parts[len(_PER_ROW) :], strict=False):
             found[name] = part.reshape(shape)
         counts, valid = narrow(parts[-2]), narrow(parts[-1])
-        found["num_entries"], found["num_sink_entries"] = counts.reshape(2, self.num_rows)
+        # The last is not used; with it the words are whole.
+        found |= zip(_COUNTS, counts.reshape(4, self.num_rows)[:3], strict=True)
         found["first_valid"], found["end_valid"] = valid.reshape(2, *shape)
         return found
+
+
+def _most_entries(sequence: Sequence) -> int:
+    """A bound: a block has an entry, and each run of sink tokens in it two more at most."""
+    num_blocks = len(sequence.table) + len(sequence.table.recalled)
+    return num_blocks + 2 * len(sequence.window.sink_ranges)
 
 
 class StepTable:
@@ -92,6 +102,7 @@ class StepTable:
             end_valid=found["end_valid"],
             num_entries=found["num_entries"],
             num_sink_entries=found["num_sink_entries"],
+            num_recalled_entries=found["num_recalled_entries"],
             window_sizes=found["window_sizes"],
         )
         self._pool_address = pool.data_ptr()
@@ -101,9 +112,7 @@ class StepTable:
 
     def fits(self, steps: Rows[SequenceStep]) -> bool:
         """Whether every sequence has room for its entries."""
-        # A live block has at most a sink entry and a window entry for each run of sinks in it.
-        most = max(len(s.sequence.table) + 2 * len(s.sequence.window.sink_ranges) for s in steps)
-        return most <= self._layout.capacity
+        return max(_most_entries(step.sequence) for step in steps) <= self._layout.capacity
 
     def write(self, steps: Rows[SequenceStep]) -> None:
         """Describe a step of one query a sequence; the copy is on the current stream."""
@@ -129,8 +138,8 @@ class StepTable:
         # attention itself begins at the window's edge and ends at the query.
         first = step.start - step.start % sequence.block_size
         end = first + sequence.block_size
-        sinks, recent = sequence.table.entries(sequence.window, first, end)
-        entries = np.array([entry[1:] for entry in (*sinks, *recent)], dtype=np.int64)
+        kinds = sequence.table.entries(sequence.window, first, end)
+        entries = np.array([entry[1:] for entry in itertools.chain(*kinds)], dtype=np.int64)
         count = len(entries)
         assert count <= self._layout.capacity, (count, self._layout.capacity)
         ids, starts, caps, first_valid, end_valid = entries.T
@@ -140,7 +149,8 @@ class StepTable:
         columns["first_valid"][row, :count] = first_valid
         columns["end_valid"][row, :count] = end_valid
         columns["num_entries"][row] = count
-        columns["num_sink_entries"][row] = len(sinks)
+        columns["num_sink_entries"][row] = len(kinds.sinks)
+        columns["num_recalled_entries"][row] = len(kinds.recalled)
         columns["window_sizes"][row] = sequence.window.window_size
 
     def _clear(self, first: int, end: int) -> None:

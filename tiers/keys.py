@@ -63,7 +63,8 @@ class AttentionPolicy:
         if num_dense == num_tokens:
             return b"dense"
         end = first_token_index + num_tokens
-        # Whole, also where a range goes on behind the block: its length moves every cap.
+        # Whole, also where a range goes on behind the block: how far sink tokens seem depends on
+        # their number.
         sinks = ",".join(f"{a}-{b}" for a, b in self.sinks if a < end)
         rest = f"{self.mode}|{self.window_size}|{sinks}|{self.positions}"
         return f"{num_dense} dense, then {rest}".encode()
@@ -76,20 +77,36 @@ class Salting:
     Attributes:
         salt: equal for streams that share blocks.
         num_shared_blocks: first blocks of the stream that are named without it.
+        was_cut: there were more of them, until the stream gave up tokens of the prompt. Then the
+            root stays as it was, whatever is left.
     """
 
     salt: bytes = b""
     num_shared_blocks: int = 0
+    was_cut: bool = False
 
     @property
     def root_salt(self) -> bytes:
         """The salt of the root key."""
-        return b"" if self.num_shared_blocks else self.salt
+        return b"" if self._enters_later else self.salt
+
+    @property
+    def _enters_later(self) -> bool:
+        return self.was_cut or self.num_shared_blocks > 0
 
     def after(self, block_index: int, key: BlockKey) -> BlockKey:
-        """The parent of the block after `block_index`, whose own key is `key`."""
+        """The parent of the block after `block_index`, whose own key is `key`: -1 for the root."""
         is_last_shared = block_index + 1 == self.num_shared_blocks
-        return salted_key(key, self.salt) if is_last_shared else key
+        return salted_key(key, self.salt) if is_last_shared and self._enters_later else key
+
+    def cut(self, num_blocks: int) -> "Salting":
+        """The same once all blocks but the first `num_blocks` were given up.
+
+        What the stream goes on with is its own, and not the prompt that is shared.
+        """
+        if num_blocks >= self.num_shared_blocks:
+            return self
+        return Salting(self.salt, num_blocks, was_cut=True)
 
 
 def root_key(weights: bytes, spec: KVSpec, rope: bytes, salt: bytes = b"") -> BlockKey:

@@ -3,11 +3,10 @@
     allocate -> (filled by the model) -> seal -> [copied down in the background] -> drop
                                                         restore <- cpu pool, else ssd
 
-Invariant: a gpu block is reused only after its owner gave it back and every copy of it has
-    finished. A
-sealed block may be restored from the moment it is sealed until it is evicted, and what is restored
-is bit for bit what was sealed, or a miss. One condition guards the bookkeeping; no block is copied,
-read or written while it is held.
+Invariant: a gpu block is reused only after every owner gave it back and every copy of it has
+finished. A sealed block may be restored from the moment it is sealed until it is evicted, and what
+is restored is bit for bit what was sealed, or a miss. One condition guards the bookkeeping; no
+block is copied, read or written while it is held.
 
 Bookkeeping, Python objects included: at most 512 bytes for each block in use of the gpu pool, 400
 for each in the cpu pool, 200 for each key of a session's two newest manifests; nothing for blocks
@@ -147,8 +146,20 @@ class TierManager:
             if copies and not known:
                 self._background.demote(key, block_id, written)
 
+    def share(self, block_id: int) -> None:
+        """One more sequence owns a sealed block; each of them drops it once. Nothing is copied."""
+        with self._condition:
+            self._residents.share(block_id)
+
+    def copy(self, source: int, block_id: int) -> None:
+        """Fill an allocated block with what another one, of the same caller, holds now."""
+        self._transfer.written().wait()
+        self._transfer.copy(source, block_id).wait()
+
     def drop(self, block_id: int) -> None:
-        """A sealed block leaves the window. Its id is reused once no copy of it is pending."""
+        """A sealed block leaves a window. Its id is reused once every owner has dropped it and no
+        copy of it is pending.
+        """
         with self._condition:
             assert self._residents.is_sealed(block_id), f"block {block_id} is not sealed; use free"
             key = self._residents.give_back(block_id)

@@ -1,9 +1,10 @@
-"""Who uses which gpu block: its owner, the copies that read it, and the name it was sealed under.
+"""Who uses which gpu block: its owners, the copies that read it, and the name it was sealed under.
 
-Pure bookkeeping over the pool's free list. Invariant: ref_count of a block == (1 if it is owned) +
-copies that hold it, so its id is reused only after the owner gave it back and every copy has
-finished. A sealed block is owned; a block that was given back but is still held is *leaving*. At
-most 512 bytes of Python objects for each block in use, nothing for others.
+Pure bookkeeping over the pool's free list. Invariant: ref_count of a block == its owners + copies
+that hold it, so its id is reused only after every owner gave it back and every copy has finished.
+Several own only what is sealed: nobody writes it any more. A sealed block is owned; a block that
+its last owner gave back but that is still held is *leaving*. At most 512 bytes of Python objects
+for each block in use, nothing for others.
 """
 
 from collections import Counter
@@ -18,13 +19,14 @@ class Residents:
     def __init__(self, free_list: FreeList) -> None:
         self._free_list = free_list
         self._owned: set[int] = set()
+        self._sharers: Counter[int] = Counter()
         self._holds: Counter[int] = Counter()
         self._keys: dict[int, BlockKey] = {}
         self._blocks: dict[BlockKey, set[int]] = {}
 
     @property
     def num_leaving(self) -> int:
-        """Blocks given back by their owner that a copy still uses."""
+        """Blocks given back by their last owner that a copy still uses."""
         return self._free_list.num_used - len(self._owned)
 
     @property
@@ -42,11 +44,22 @@ class Residents:
         self._owned.add(block_id)
         return block_id
 
+    def share(self, block_id: int) -> None:
+        """One more owner for a sealed block; each of them gives it back once."""
+        assert block_id in self._keys, f"block {block_id} is not sealed and has one owner"
+        self._free_list.acquire(block_id)
+        self._sharers[block_id] += 1
+
     def give_back(self, block_id: int) -> BlockKey | None:
-        """The owner is done with a block. Returns the name it was sealed under, if it was."""
+        """An owner is done with a block. Returns the name it was sealed under, if it was."""
         assert block_id in self._owned, f"block {block_id} has no owner"
-        self._owned.remove(block_id)
         self._free_list.release(block_id)
+        if block_id in self._sharers:
+            self._sharers[block_id] -= 1
+            if self._sharers[block_id] == 0:
+                del self._sharers[block_id]
+            return self._keys[block_id]
+        self._owned.remove(block_id)
         key = self._keys.pop(block_id, None)
         if key is not None:
             self._blocks[key].remove(block_id)
@@ -74,6 +87,10 @@ class Residents:
         self._keys[block_id] = key
         self._blocks.setdefault(key, set()).add(block_id)
 
+    def num_owners(self, block_id: int) -> int:
+        """Sequences that a block belongs to."""
+        return (block_id in self._owned) + self._sharers.get(block_id, 0)
+
     def is_owned(self, block_id: int) -> bool:
         """Whether a block is allocated and not given back."""
         return block_id in self._owned
@@ -94,9 +111,12 @@ class Residents:
         """Assert that owners, holds, names and ref_counts agree for every block of the pool."""
         self._free_list.check_integrity()
         for block_id in range(self._free_list.num_blocks):
-            users = (block_id in self._owned) + self._holds.get(block_id, 0)
+            owners = (block_id in self._owned) + self._sharers.get(block_id, 0)
+            users = owners + self._holds.get(block_id, 0)
             assert self._free_list.ref_count(block_id) == users, f"block {block_id}: {users} users"
         assert set(self._keys) <= self._owned, "a sealed block has no owner"
+        assert set(self._sharers) <= set(self._keys), "a block that is not sealed is shared"
+        assert all(count > 0 for count in self._sharers.values()), "a block is shared by nobody"
         assert sum(map(len, self._blocks.values())) == len(self._keys)
         for block_id, key in self._keys.items():
             assert block_id in self._blocks[key], f"block {block_id} is not found by its name"

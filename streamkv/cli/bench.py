@@ -1,6 +1,6 @@
 """`streamkv bench`: how well and how fast this machine runs a model, by the engine itself.
 
-No store takes part, so nothing is resumed and nothing is written.
+No store takes part, so no session is resumed; only `recall` writes anything, its results.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from streamkv.cli.bench_recall import recall
 from streamkv.cli.console import Output
 from streamkv.cli.opening import open_engine
 from streamkv.cli.options import EngineOptions, JsonOption, with_bare_engine
@@ -65,9 +66,10 @@ class DecodeResult:
 
 def make_app() -> typer.Typer:
     """The commands of `streamkv bench`."""
-    app = typer.Typer(help="Measure perplexity and speed.", rich_markup_mode=None)
+    app = typer.Typer(help="Measure perplexity, speed and recall.", rich_markup_mode=None)
     app.command()(ppl)
     app.command()(decode)
+    app.command()(recall)
     return app
 
 

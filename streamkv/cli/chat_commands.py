@@ -11,6 +11,8 @@ HELP = (
     ("/stats", "tokens, window and tiers"),
     ("/keep TEXT", "add TEXT to what is attended for ever"),
     ("/feed FILE", "read a file into the session, each file once"),
+    ("/fork NAME", "make a second session that goes on from here by itself"),
+    ("/rewind N", "forget all after the first N tokens; /stats says how many there are"),
     ("/system", "how the session began"),
     ("/save", "where the session is (it is always saved)"),
     ("/help", "this list"),
@@ -66,6 +68,24 @@ def _feed(argument: str, feeder: Feeder) -> None:
     feeder.feed(Path(argument).expanduser())
 
 
+def _fork(argument: str, feeder: Feeder) -> None:
+    if not argument:
+        raise InputError("command", "/fork", "no name", "Write /fork NAME.")
+    feeder.fork(argument)
+    feeder.output.line(f"{argument!r} goes on from here too: streamkv chat {argument!r}")
+
+
+def _rewind(argument: str, feeder: Feeder) -> None:
+    before = feeder.session.num_tokens
+    try:
+        token_index = int(argument)
+    except ValueError:
+        remedy = f"Write /rewind N, a whole number from 1 to {before}."
+        raise InputError("command", "/rewind", "no number of tokens", remedy) from None
+    feeder.session.rewind(token_index)
+    feeder.output.note(f"{before - token_index:,} tokens are forgotten, {token_index:,} are left.")
+
+
 def _system(argument: str, feeder: Feeder) -> None:
     stats = feeder.session.stats()
     feeder.output.line(
@@ -85,6 +105,8 @@ _COMMANDS: dict[str, SlashCommand] = {
     "/stats": _stats,
     "/keep": _keep,
     "/feed": _feed,
+    "/fork": _fork,
+    "/rewind": _rewind,
     "/system": _system,
     "/save": _save,
 }

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamkv.accepted_text import accepted_text
 from streamkv.cli.console import Output
-from streamkv.cli.feed_notes import FeedNote, FeedNotes, notes_path
+from streamkv.cli.feed_notes import FeedNote, FeedNotes, copy_notes, notes_path
 from streamkv.cli.progress import ProgressDisplay
 from streamkv.cli.text_file import TextFile
 from streamkv.errors import InputError
 from streamkv.journal import Journal
-from streamkv.journal_records import Fed
 from streamkv.store import journal_path
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Feeder:
     def __init__(self, session: "Session", store: Path, output: Output) -> None:
         self.session = session
         self.output = output
+        self._store = store
         self._journal_path = journal_path(store, session.name)
         self._notes_path = notes_path(store, session.name)
 
@@ -96,6 +97,16 @@ class Feeder:
             }
         )
 
+    def fork(self, name: str) -> None:
+        """Fork the session into one that sleeps, and has read the same files.
+
+        Raises:
+            InputError, PoolFullError, JournalError: as `Session.fork`.
+            StoreError: the notes of what was read cannot be copied.
+        """
+        with self.session.fork(name):
+            copy_notes(self._store, self.session.name, name)
+
     def _feed_noted(self, file: TextFile, start: int, notes: FeedNotes) -> None:
         before = self.session.text_chars
         resolved = str(file.path.resolve())
@@ -117,9 +128,10 @@ def _next_char(note: FeedNote, file: TextFile, journal: Journal) -> int:
     """First character of `file` that the session has not accepted."""
     accepted = max(0, journal.state.text_chars - note.text_chars)
     num_chars = note.num_chars
-    # A journal that lost its end (a repair, a power cut) holds less than the note says.
-    if num_chars is None or num_chars > accepted:
-        num_chars = accepted
+    # A journal that lost its end (a repair, a power cut) holds less than the note says, and one
+    # that was rewound may hold something else.
+    if num_chars is None or num_chars > accepted or journal.state.was_rewound:
+        num_chars = accepted if num_chars is None else min(num_chars, accepted)
         same = _holds(journal, note.text_chars, num_chars, file.pieces(note.first_char))
     else:
         end = note.first_char + num_chars
@@ -137,11 +149,9 @@ def _next_char(note: FeedNote, file: TextFile, journal: Journal) -> int:
 def _holds(journal: Journal, start: int, num_chars: int, pieces: Iterator[str]) -> bool:
     """Whether the text accepted from character `start` on begins `pieces`."""
     expected = ""
-    for record in journal.scan():
-        if not isinstance(record, Fed):
-            continue
-        text = record.text[start:]
-        start = max(start - len(record.text), 0)
+    for accepted in accepted_text(journal.scan):
+        text = accepted[start : start + num_chars]
+        start = max(start - len(accepted), 0)
         while len(expected) < len(text):
             piece = next(pieces, "")
             if not piece:

@@ -8,6 +8,7 @@ but this memory.
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,3 +94,22 @@ class FeedNotes:
 def notes_path(store: Path, name: str) -> Path:
     """Where the notes of a session lie, or would."""
     return store / "feeds" / (name + ".jsonl")
+
+
+def copy_notes(store: Path, name: str, other: str) -> None:
+    """Give a session the notes of another one, in place of any that an earlier session left.
+
+    Raises:
+        StoreError: they cannot be read or written.
+    """
+    source, target = notes_path(store, name), notes_path(store, other)
+    try:
+        if source.exists():
+            shutil.copyfile(source, target)
+        else:
+            target.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{target}: cannot be written ({error.strerror}). Without it a file that was read "
+            "before is read once more."
+        ) from error

@@ -83,13 +83,13 @@ class _Field:
     def parameter(self, owner: type) -> inspect.Parameter:
         [field] = [field for field in dataclasses.fields(owner) if field.name == self.name]
         show_default = False if field.default is None else str(field.default)
-        option = typer.Option(self.flag, help=self.help, show_default=show_default)
+        option = typer.Option(*self.flag.split(), help=self.help, show_default=show_default)
         annotation = Annotated[self.kind | None, option]  # type: ignore[name-defined]
         return _keyword(self.name, annotation, None)
 
 
 _ENGINE = (
-    _Field("window_size", "--window", int, "Newest tokens attended."),
+    _Field("window_size", "--window --window-size", int, "Newest tokens attended."),
     _Field("num_sink_tokens", "--sinks", int, "First tokens attended for ever."),
     _Field("dtype", "--dtype", str, "auto, float32, bfloat16 or float16."),
     _Field("device", "--device", str, "auto, cpu or cuda: a GPU."),

@@ -1,4 +1,4 @@
-"""`streamkv session`: sessions of a store, listed and fed.
+"""`streamkv session`: sessions of a store, listed, fed, forked and rewound.
 
 `ls` and `show` read journals beside whoever writes them, without the model.
 """
@@ -45,11 +45,15 @@ NameArgument = Annotated[str, typer.Argument(help="The session.")]
 
 def make_app() -> typer.Typer:
     """The commands of `streamkv session`."""
-    app = typer.Typer(help="Sessions of a store: list, show, remove, feed.", rich_markup_mode=None)
+    app = typer.Typer(
+        help="Sessions of a store: list, show, remove, feed, fork, rewind.", rich_markup_mode=None
+    )
     app.command("ls")(ls)
     app.command()(show)
     app.command()(rm)
     app.command()(feed)
+    app.command()(fork)
+    app.command()(rewind)
     return app
 
 
@@ -158,6 +162,69 @@ def feed(
                 feeder.feed_pieces(stdin_lines(newline=""), "standard input")
             else:
                 feeder.feed(Path(file).expanduser(), again=again)
+
+
+@with_engine
+def fork(
+    options: EngineOptions,
+    name: NameArgument,
+    new_name: Annotated[str, typer.Argument(metavar="NEW", help="The session to be made.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a second session with the same past; from there each goes its own way."""
+    output = Output(as_json)
+    _require_known(options.store, name)
+    validate_session_name(new_name)
+    if new_name in session_names(options.store):
+        raise InputError(
+            "new", new_name, f"there is one in {options.store}", "Use another name, or rm it first."
+        )
+    with open_engine(options, output) as engine, engine.session(name) as session:
+        Feeder(session, options.store, output).fork(new_name)
+        num_tokens = session.num_tokens
+    output.line(f"Session {new_name!r} goes on from token {num_tokens:,} of {name!r}.")
+    output.json({"session": name, "fork": new_name, "num_tokens": num_tokens})
+
+
+@with_engine
+def rewind(
+    options: EngineOptions,
+    name: NameArgument,
+    token_index: Annotated[int, typer.Argument(help="Tokens to be left, at least 1.")],
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """End a session at an earlier token again; later tokens are forgotten."""
+    output = Output(as_json)
+    _require_known(options.store, name)
+    view = view_session(options.store, name)
+    if not view.problem:
+        _require_token(token_index, view.num_tokens)
+        num_tokens = view.num_tokens - token_index
+        confirm(f"Forget the last {num_tokens:,} tokens of session {name!r} for good?", yes)
+    with open_engine(options, output) as engine, engine.session(name) as session:
+        before = session.num_tokens
+        session.rewind(token_index)
+        left = session.text_chars
+    output.line(
+        f"Session {name!r} ends at token {token_index:,} again, after {left:,} characters fed; "
+        f"{before - token_index:,} tokens are forgotten."
+    )
+    output.json(
+        {
+            "session": name,
+            "num_tokens": token_index,
+            "num_forgotten": before - token_index,
+            "text_chars": left,
+        }
+    )
+
+
+def _require_token(token_index: int, num_tokens: int) -> None:
+    """Refuse what is no token of the session before the model is loaded."""
+    if not 0 < token_index <= num_tokens:
+        remedy = f"Use a whole number from 1 to {num_tokens}." if num_tokens else "It is empty."
+        raise InputError("token_index", token_index, "outside the stream", remedy)
 
 
 def _require_files(files: list[str]) -> None:

@@ -19,7 +19,8 @@ def host_table(stream: Stream, edit: dict[str, torch.Tensor] | None = None) -> B
     columns = (table.block_ids, 1000 * table.block_ids, table.starts, table.caps)
     rows = [column[None] for column in (*columns, table.first_valid.int(), table.end_valid.int())]
     counts = [
-        torch.tensor([n], dtype=torch.int32) for n in (table.num_entries, table.num_sink_entries)
+        torch.tensor([n], dtype=torch.int32)
+        for n in (table.num_entries, table.num_sink_entries, table.num_recalled_entries)
     ]
     return BatchTable(*rows, *counts, torch.tensor([stream.window_size]))
 

@@ -1,12 +1,14 @@
 """A process that feeds, generates and is killed. Not a test: `test_recovery` runs it.
 
-    crash_child.py MODEL STORE RETAIN feed|generate
+    crash_child.py MODEL STORE RETAIN feed|generate|rewind|fork
 
 It says on standard output how far it has come, one line at a time.
 """
 
 import itertools
+import random
 import sys
+from collections.abc import Iterator
 
 from streamkv import Engine, EngineConfig, SamplingParams
 
@@ -29,6 +31,16 @@ def config(store: str, retain: str) -> EngineConfig:
     )
 
 
+def rounds() -> Iterator[tuple[list[int], int]]:
+    """What a session is fed in each round, and the token it is then taken back to."""
+    chosen = random.Random(3)
+    num_tokens = 30
+    while True:
+        fed = [chosen.randrange(5, 300) for _ in range(chosen.randrange(1, 400))]
+        num_tokens = chosen.randrange(max(num_tokens // 2, 30), num_tokens + len(fed) + 1)
+        yield fed, num_tokens
+
+
 def greedy(num_tokens: int | None) -> SamplingParams:
     """Sampling with a seed: what was drawn must be drawn again."""
     return SamplingParams(temperature=0.8, seed=5, max_tokens=num_tokens, ignore_eos=True)
@@ -42,6 +54,14 @@ def main(model: str, store: str, retain: str, what: str) -> None:
         pieces = (TEXT[start : start + 97] for start in range(session.text_chars, len(TEXT), 97))
         for progress in session.feed(pieces):
             print(progress.token_index, flush=True)
+    elif what in ("rewind", "fork"):
+        for round_number, (fed, token_index) in enumerate(rounds()):
+            session.feed([fed]).run()
+            print(session.num_tokens, flush=True)
+            if what == "fork":
+                session = session.fork(f"victim {round_number}")
+            session.rewind(token_index)
+            print(token_index, flush=True)
     else:
         if session.text_chars == 0:
             session.feed(TEXT[:6000]).run()

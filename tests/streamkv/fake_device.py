@@ -50,7 +50,7 @@ class _Part:
     @classmethod
     def of(cls, step: SequenceStep) -> "_Part":
         sequence, start, end = step.sequence, step.start, step.start + step.query_len
-        sinks, recent = sequence.table.entries(sequence.window, start, end)
+        sinks, _, recent = sequence.table.entries(sequence.window, start, end)
         seen = [
             (entry.start + slot, entry.block_id * sequence.block_size + slot, slot, entry.cap)
             for entry in (*sinks, *recent)

@@ -90,7 +90,7 @@ def test_all_blocks_can_be_taken_with_their_keys_and_the_table_used_anew() -> No
 
 def test_entries_split_a_block_at_its_sink_tokens() -> None:
     table, window = table_of(0, 1, 2), Window(6, ((0, 2), (5, 7)))
-    sinks, recent = table.entries(window, 8, 10)
+    sinks, _, recent = table.entries(window, 8, 10)
     # Four sink tokens and six of the window: the oldest sink token is at most 9 away.
     assert sinks == [
         TableEntry("gpu", 50, 0, 9, 0, 2),
@@ -108,6 +108,6 @@ def test_only_the_end_of_the_open_block_moves_with_the_stream() -> None:
     table, window = table_of(0, 1, 2), Window(12, ((0, 1),))
     before = table.entries(window, 8, 9)
     after = table.entries(window, 9, 11)
-    assert before[0] == after[0]
-    assert before[1][:-1] == after[1][:-1]
-    assert (before[1][-1].end_valid, after[1][-1].end_valid) == (1, 3)
+    assert before.sinks == after.sinks
+    assert before.recent[:-1] == after.recent[:-1]
+    assert (before.recent[-1].end_valid, after.recent[-1].end_valid) == (1, 3)

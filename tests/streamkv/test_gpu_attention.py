@@ -105,7 +105,7 @@ class Bench:
         found, begin = [], 0
         for step in steps:
             sequence, end = step.sequence, step.start + step.query_len
-            table = build_table(*sequence.table.entries(sequence.window, step.start, end))
+            table = build_table(sequence.table.entries(sequence.window, step.start, end))
             part = q[begin : begin + step.query_len]
             size = sequence.window.window_size
             found.append(

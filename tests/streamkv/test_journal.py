@@ -20,7 +20,7 @@ from streamkv.errors import (
     StoreFormatError,
     StreamKVError,
 )
-from streamkv.journal import Journal, delete_journal
+from streamkv.journal import Journal, delete_journal, read_header
 from streamkv.journal_frames import HEADER_SEED, MAGIC, MAX_PAYLOAD_BYTES, encode_frame
 from streamkv.journal_records import (
     Checkpoint,
@@ -32,6 +32,7 @@ from streamkv.journal_records import (
     GivenKind,
     Kept,
     Record,
+    Rewound,
     SessionHeader,
     Turn,
 )
@@ -434,9 +435,9 @@ def test_a_journal_that_fails_to_open_is_not_left_locked(path: Path) -> None:
 
 
 def test_a_journal_of_another_version_is_refused(path: Path) -> None:
-    frame = encode_frame(1, b'{"journal_version":2}', len(MAGIC), HEADER_SEED)
+    frame = encode_frame(1, b'{"journal_version":3}', len(MAGIC), HEADER_SEED)
     path.write_bytes(MAGIC + frame)
-    with pytest.raises(StoreFormatError, match="journal version 2, this streamkv reads 1"):
+    with pytest.raises(StoreFormatError, match="journal version 3, this streamkv reads 1 to 2"):
         Journal.open(path)
 
 
@@ -552,16 +553,16 @@ def test_the_header_is_read_without_the_rest(tmp_path: Path) -> None:
     header = dataclasses.replace(HEADER, num_shared_tokens=130)
     with Journal.create(path, header) as journal:
         journal.append(Fed("Grüße", 0, (10, 11)), Generated((12, 13, 14, 15)))
-        assert Journal.read_header(path) == header, "whoever has it open"
+        assert read_header(path) == header, "whoever has it open"
     with path.open("r+b") as file:
         file.seek(-20, os.SEEK_END)
         file.write(bytes(20))
-    assert Journal.read_header(path) == header
+    assert read_header(path) == header
     path.write_bytes(b"something else")
     with pytest.raises(JournalError, match="not a journal"):
-        Journal.read_header(path)
+        read_header(path)
     with pytest.raises(JournalError):
-        Journal.read_header(tmp_path / "none.journal")
+        read_header(tmp_path / "none.journal")
 
 
 def test_a_header_of_before_there_were_shared_prompts_shares_none(tmp_path: Path) -> None:
@@ -573,3 +574,41 @@ def test_a_header_of_before_there_were_shared_prompts_shares_none(tmp_path: Path
     with Journal.open(path) as journal:
         assert journal.header == HEADER
         assert journal.header.num_shared_tokens == 0
+
+
+def test_ids_are_those_of_the_stream_after_rewinds(path: Path) -> None:
+    chosen, ids = random.Random(5), list[int]()
+    with Journal.create(path, HEADER) as journal:
+        for _ in range(300):
+            if ids and chosen.random() < 0.2:
+                ids = ids[: chosen.randrange(1, len(ids) + 1)]
+                journal.append(Rewound(len(ids), 0, False))
+            fed = tuple(chosen.randrange(90) for _ in range(chosen.choice([1, 3, 3000])))
+            journal.append(Given(GivenKind.CALLER, fed))
+            ids += fed
+        for again in (journal, Journal.read_beside(path)):
+            assert again.state.num_tokens == len(ids)
+            assert again.ids(0, len(ids)).tolist() == ids
+            for _ in range(50):
+                start = chosen.randrange(len(ids))
+                end = chosen.randrange(start, min(start + 9000, len(ids)))
+                assert again.ids(start, end).tolist() == ids[start:end]
+        again.close()
+
+
+def test_a_fork_holds_everything_and_goes_its_own_way(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.journal"
+    with Journal.create(path, HEADER) as journal:
+        for record in RECORDS:
+            journal.append(record)
+        with journal.fork(other) as fork:
+            assert list(fork.scan()) == list(journal.scan())
+            assert path.read_bytes() == other.read_bytes()
+            fork.append(Generated((1,)))
+            journal.append(Generated((2,)))
+            with pytest.raises(JournalError, match="exists already"):
+                journal.fork(other)
+    assert read(other) == [HEADER, *RECORDS, Generated((1,))]
+    assert read(path) == [HEADER, *RECORDS, Generated((2,))]
+    delete_journal(path)
+    assert read(other)[-1] == Generated((1,))

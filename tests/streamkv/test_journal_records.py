@@ -12,6 +12,7 @@ from streamkv.journal_records import (
     Kept,
     Record,
     RecordKind,
+    Rewound,
     SessionHeader,
     Turn,
     decode_header,
@@ -51,6 +52,11 @@ HEADER = SessionHeader(
         (Turn({"seed": 2**53}), RecordKind.TURN, b'{"seed":9007199254740992}'),
         (Checkpoint(1, b"ab"), RecordKind.CHECKPOINT, b"\x01" + bytes(7) + b"ab"),
         (Closed(2, b""), RecordKind.CLOSED, b"\x02" + bytes(7)),
+        (
+            Rewound(5, 258, True),
+            RecordKind.REWOUND,
+            b"\x05" + bytes(7) + b"\x02\x01" + bytes(6) + b"\x01",
+        ),
     ],
     ids=str,
 )
@@ -64,12 +70,20 @@ def test_a_record_has_literal_bytes_and_comes_back(
 def test_the_header_comes_back_with_its_version() -> None:
     kind, payload = encode_record(HEADER)
     assert kind == RecordKind.HEADER
-    assert decode_header(payload) == (1, HEADER)
+    assert decode_header(payload) == (2, HEADER)
     assert decode_record(kind, payload) == HEADER
 
 
 def test_the_header_of_another_version_is_not_read() -> None:
-    assert decode_header(b'{"journal_version": 2, "anything": []}') == (2, None)
+    assert decode_header(b'{"journal_version": 3, "anything": []}') == (3, None)
+
+
+def test_the_header_of_an_older_version_is_read() -> None:
+    _, payload = encode_record(HEADER)
+    assert decode_header(payload.replace(b'"journal_version":2', b'"journal_version":1')) == (
+        1,
+        HEADER,
+    )
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok\udfff"])

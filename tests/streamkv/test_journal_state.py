@@ -11,6 +11,7 @@ from streamkv.journal_records import (
     Kept,
     Record,
     RecordKind,
+    Rewound,
     Turn,
     encode_record,
 )
@@ -111,3 +112,47 @@ def test_a_record_that_spans_strides_has_one_entry() -> None:
     assert index.find(INDEX_STRIDE - 2) == (0, 1)
     assert index.find(5 * INDEX_STRIDE) == (INDEX_STRIDE - 1, 2)
     assert index.find(6 * INDEX_STRIDE) == (6 * INDEX_STRIDE, 4)
+
+
+def test_tokens_are_found_in_stretches_that_end_where_a_rewind_cut_them() -> None:
+    index = TokenIndex()
+    index.note(0, 100, 1)
+    index.cut(50)
+    index.note(50, 30, 2)
+    index.cut(60)
+    index.note(60, 10, 3)
+    index.note(70, 10, 4)
+    assert list(index.stretches(40, 75)) == [(40, 50, 0, 1), (50, 60, 50, 2), (60, 75, 60, 3)]
+    assert list(index.stretches(60, 61)) == [(60, 61, 60, 3)]
+    index.cut(50)
+    assert list(index.stretches(0, 50)) == [(0, 50, 0, 1)]
+
+
+def test_a_rewind_takes_back_what_is_about_later_tokens() -> None:
+    state = JournalState()
+    records: list[Record] = [
+        Given(GivenKind.CALLER, (1,) * 10),
+        Kept(4, 2),
+        Kept(8, 2),
+        Checkpoint(7, b""),
+        Closed(8, b"k"),
+        Fed("held", 4, ()),
+    ]
+    for offset, record in enumerate([*records, Rewound(8, 3, True)]):
+        state.apply(*encode_record(record), offset)
+    assert (state.num_tokens, state.text_chars, state.tail, state.has_turns) == (8, 3, "", True)
+    assert state.kept == [Kept(4, 2)]
+    assert (state.last_checkpoint, state.last_closed) == (Checkpoint(7, b""), Closed(8, b"k"))
+    state.apply(*encode_record(Rewound(7, 3, False)), 9)
+    # The last token stays pending, so a resume needs a checkpoint before it.
+    assert (state.last_checkpoint, state.last_closed) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "record", [Rewound(0, 0, False), Rewound(11, 0, False), Rewound(5, 1, False)]
+)
+def test_a_rewind_to_where_the_stream_never_was_is_damage(record: Rewound) -> None:
+    state = JournalState()
+    state.apply(*encode_record(Given(GivenKind.CALLER, (1,) * 10)), 0)
+    with pytest.raises(ValueError, match="rewound to token"):
+        state.apply(*encode_record(record), 1)

@@ -79,7 +79,7 @@ def test_logits_and_kv_are_those_of_the_model(
     for index in range(150):
         if index % 64 == 0:
             table.add(index // 64, (2, 0, 1)[index // 64])
-        entries = build_table(*table.entries(window, index, index + 1))
+        entries = build_table(table.entries(window, index, index + 1))
         slot, token_id = table.slot(index), 3 + index * 31 % (adapter.vocab_size - 3)
         found = decoder.decode(token_id, index, slot, entries, 70, want_logits=True)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.errors import InputError, PoolFullError, SessionError
 from streamkv.journal import Journal
-from streamkv.recovery import stream_keys
+from streamkv.recovery import chain_keys, replay_windows
 from streamkv.reuse import Taking
 from streamkv.store import journal_path
 from streamkv.tiers.manager import TierManager
@@ -494,7 +494,8 @@ def stored_keys(engine: Engine, session: Session) -> list[BlockKey]:
     """Keys of a stream's full blocks."""
     live = session._live
     assert live.journal is not None
-    return stream_keys(live.sequence, live.journal, live.created_window)
+    windows = replay_windows(live.journal, live.created_window)
+    return list(chain_keys(live.sequence, live.journal, windows, live.sequence.num_computed))
 
 
 @pytest.mark.parametrize("num_common", [0, 200, 256, 900])

@@ -11,7 +11,7 @@ from gpu_cases import DEVICE, ON_GPU
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
-from streamkv.block_table import TableEntry
+from streamkv.block_table import Entries, TableEntry
 from streamkv.model import ModelAdapter
 from streamkv.runner import Runner, build_table
 from streamkv.sequence import Sequence
@@ -84,17 +84,18 @@ def expected_scores(adapter: ModelAdapter, ids: list[int]) -> Tensor:
     return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].float()
 
 
-def test_a_table_keeps_sink_entries_first_and_counts_them() -> None:
+def test_a_table_keeps_kinds_of_entries_apart_and_counts_them() -> None:
     sinks = [TableEntry("gpu", 7, 0, 67, 0, 4)]
+    recalled = [TableEntry("gpu", 5, 0, 128, 4, 64)]
     recent = [TableEntry("gpu", 7, 0, NO_CAP, 4, 64), TableEntry("gpu", 2, 64, NO_CAP, 0, 9)]
-    table = build_table(sinks, recent)
-    assert table.num_sink_entries == 1
-    assert table.block_ids.tolist() == [7, 7, 2]
-    assert table.starts.tolist() == [0, 0, 64]
-    assert table.caps.tolist() == [67, NO_CAP, NO_CAP]
-    assert table.first_valid.tolist() == [0, 4, 0]
-    assert table.end_valid.tolist() == [4, 64, 9]
-    assert build_table([], []).block_ids.tolist() == []
+    table = build_table(Entries(sinks, recalled, recent))
+    assert (table.num_sink_entries, table.num_recalled_entries) == (1, 1)
+    assert table.block_ids.tolist() == [7, 5, 7, 2]
+    assert table.starts.tolist() == [0, 0, 0, 64]
+    assert table.caps.tolist() == [67, 128, NO_CAP, NO_CAP]
+    assert table.first_valid.tolist() == [0, 4, 4, 0]
+    assert table.end_valid.tolist() == [4, 64, 64, 9]
+    assert build_table(Entries([], [], [])).block_ids.tolist() == []
 
 
 def test_sequences_side_by_side_get_what_each_wanted(adapter: ModelAdapter) -> None:

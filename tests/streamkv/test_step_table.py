@@ -76,7 +76,7 @@ class Bench:
     def expected(self, steps: list[SequenceStep], capacity: int = CAPACITY) -> BatchTable:
         """Made anew for exactly these queries."""
         tables = [
-            build_table(*s.sequence.table.entries(s.sequence.window, s.start, s.start + 1))
+            build_table(s.sequence.table.entries(s.sequence.window, s.start, s.start + 1))
             for s in steps
         ]
         windows = [step.sequence.window.window_size for step in steps]
@@ -151,7 +151,7 @@ def test_columns_are_the_entries_of_the_block_table() -> None:
         sequence = step.sequence
         # The whole block of the query, so that the row holds for each query in it.
         end = (step.start // B + 1) * B
-        sinks, recent = sequence.table.entries(sequence.window, step.start // B * B, end)
+        sinks, _, recent = sequence.table.entries(sequence.window, step.start // B * B, end)
         entries, count = [*sinks, *recent], len(sinks) + len(recent)
         assert table["num_entries"][row] == count
         assert table["num_sink_entries"][row] == len(sinks) == 1
@@ -372,7 +372,7 @@ def test_attention_of_the_tables_is_that_of_the_oracle() -> None:
     sequence = step.sequence
     found = bench.attend(bench.table.table, bench.table.query_starts)
     q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(4))
-    entries = build_table(*sequence.table.entries(sequence.window, step.start, step.start + 1))
+    entries = build_table(sequence.table.entries(sequence.window, step.start, step.start + 1))
     rope = RopeTables(bench.rope.inv_freq.cpu(), 40 * B)
     expected = reference.attend(
         q, bench.pool.cpu(), 0, entries, step.start, sequence.window.window_size, rope, 0.25

@@ -67,7 +67,7 @@ def test_entries_show_each_visible_token_once_at_its_distance(
         table.add(index, 100 + index)
     for block in table.take_expired(window, num_tokens):
         assert window.is_expired(block.block_index * BLOCK, (block.block_index + 1) * BLOCK, end)
-    sink_entries, window_entries = table.entries(window, num_tokens, end)
+    sink_entries, _, window_entries = table.entries(window, num_tokens, end)
     for query in range(num_tokens, end):
         seen: dict[int, int] = {}
         for entry in (*sink_entries, *window_entries):

@@ -121,10 +121,10 @@ def test_policies_that_differ_are_named_apart() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_range_that_goes_on_behind_a_block_is_named_whole_in_it() -> None:
-    # Its length moves the cap of every sink token, for queries inside the block too.
-    short = AttentionPolicy("window", 128, ((0, 4), (700, 704)), "cache")
-    long = AttentionPolicy("window", 128, ((0, 4), (700, 720)), "cache")
+def test_how_many_sinks_begin_in_a_block_counts_also_beyond_its_end() -> None:
+    short, long = (
+        AttentionPolicy("window", 64, ((0, 4), (650, end)), "cache") for end in (710, 720)
+    )
     assert short.in_force(640, 64) != long.in_force(640, 64)
 
 

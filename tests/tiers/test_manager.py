@@ -199,6 +199,32 @@ def test_a_block_that_another_session_has_in_the_gpu_pool_is_copied_from_there(
     assert rig.held(5) == [False]
 
 
+def test_a_block_that_two_sessions_own_stays_until_both_dropped_it(make_rig: MakeRig) -> None:
+    rig = make_rig(retain="window", gpu=3)
+    block_id = rig.seal(0)
+    rig.manager.share(block_id)
+    rig.manager.drop(block_id)
+    rig.manager.forget("diary", [rig.key_of(0)]).wait()
+    rig.settle()
+    assert rig.held(0) == [True]
+    assert rig.manager.usage()["gpu"].num_blocks == 1
+    rig.manager.drop(block_id)
+    rig.settle()
+    assert rig.held(0) == [False]
+    assert rig.manager.usage()["gpu"].num_blocks == 0
+
+
+def test_a_block_is_copied_within_the_gpu_pool(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    source, copied = rig.fill(0), rig.manager.allocate()
+    rig.manager.copy(source, copied)
+    rig.manager.free(source)
+    rig.manager.seal(copied, rig.key_of(0))
+    assert rig.held(0) == [True]
+    rig.manager.drop(copied)
+    rig.settle()
+
+
 def test_forget_deletes_named_blocks_that_nobody_else_needs(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=8, cpu=2)
     rig.pass_through(0, 1, 2, 3)

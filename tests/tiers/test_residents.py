@@ -53,3 +53,37 @@ def test_misuse_is_a_bug_and_changes_nothing() -> None:
     with pytest.raises(AssertionError, match="not held"):
         residents.unhold(block_id)
     residents.check_integrity()
+
+
+def test_a_shared_block_leaves_with_its_last_owner() -> None:
+    blocks = FreeList(2)
+    residents = Residents(blocks)
+    block_id = residents.allocate()
+    residents.seal(block_id, A)
+    residents.share(block_id)
+    residents.share(block_id)
+    assert (residents.num_owners(block_id), blocks.ref_count(block_id)) == (3, 3)
+    residents.hold(block_id)
+    residents.check_integrity()
+    for num_left in (2, 1):
+        assert residents.give_back(block_id) == A
+        assert residents.num_owners(block_id) == num_left
+        assert (residents.find(A), residents.num_users(A), residents.num_leaving) == (
+            block_id,
+            1,
+            0,
+        )
+        residents.check_integrity()
+    assert residents.give_back(block_id) == A
+    assert (residents.find(A), residents.num_leaving, blocks.num_free) == (None, 1, 1)
+    residents.unhold(block_id)
+    assert blocks.num_free == 2
+    residents.check_integrity()
+
+
+def test_only_a_sealed_block_is_shared() -> None:
+    residents = Residents(FreeList(1))
+    block_id = residents.allocate()
+    with pytest.raises(AssertionError, match="not sealed"):
+        residents.share(block_id)
+    residents.check_integrity()

@@ -83,6 +83,18 @@ def test_kept_text_becomes_sink_tokens(run: Run, small: list[str]) -> None:
     assert ran.json["num_sink_tokens"] > 4
 
 
+def test_a_conversation_is_forked_and_rewound(run: Run, small: list[str]) -> None:
+    lines = "/keep The moon is full.\n/fork b\n/rewind 3\n/stats\n"
+    ran = run("chat", "a", *small, "--json", stdin=lines)
+    assert ran.code == 0
+    assert ran.json["num_tokens"] == 3
+    forked = run("chat", "b", *small, "--json", stdin="/stats\n")
+    assert forked.json["num_tokens"] > 3
+    told = run("chat", "b", *small, stdin="/fork c\n/rewind 2\n")
+    assert "streamkv chat 'c'" in told.out
+    assert "2 are left." in told.err
+
+
 def test_two_slashes_begin_a_turn(run: Run, small: list[str]) -> None:
     told = run("chat", "a", *small, *GREEDY, "--json", stdin="//quit\n")
     said = run("chat", "b", *small, *GREEDY, "--json", stdin=" /quit\n")
@@ -96,6 +108,10 @@ def test_two_slashes_begin_a_turn(run: Run, small: list[str]) -> None:
         ("/frob", "command='/frob': there is none."),
         ("/keep", "command='/keep': no text."),
         ("/feed", "command='/feed': no file."),
+        ("/fork", "command='/fork': no name."),
+        ("/fork a", "name='a': there is a session of this name."),
+        ("/rewind", "command='/rewind': no number of tokens."),
+        ("/rewind 5", "token_index=5: outside the stream."),
         ("/feed nowhere.txt", "file='nowhere.txt': No such file or directory."),
         ("a\udcff", "stdin='a\\udcff\\n': line 1 is not UTF-8."),
     ],

@@ -9,6 +9,7 @@ import pytest
 from cli_runner import Run
 
 from streamkv import Engine, EngineConfig
+from streamkv.accepted_text import accepted_text
 from streamkv.cli.feed_notes import FeedNote, FeedNotes, notes_path
 from streamkv.journal import Journal
 from streamkv.store import journal_path
@@ -254,3 +255,54 @@ def test_ctrl_c_while_feeding_says_how_to_go_on(run: Run, small: list[str], stor
     assert ran.code == 130
     assert "Go on with: streamkv session feed a ..." in ran.err
     assert fed_text(store) == "first\n"
+
+
+def test_a_fork_has_read_the_same_files(
+    run: Run, small: list[str], store: Path, book: Path
+) -> None:
+    run("session", "feed", "a", book, *small)
+    num_tokens = run("session", "show", "a", *small[:4], "--json").json["num_tokens"]
+    forked = run("session", "fork", "a", "b", *small, "--json").json
+    assert forked == {"session": "a", "fork": "b", "num_tokens": num_tokens}
+    again = run("session", "feed", "b", book, *small)
+    assert again.code == 0 and "read before, nothing new" in again.err
+    assert run("session", "rm", "a", "--yes", *small).code == 0
+    shown = run("session", "show", "b", *small[:4], "--json").json
+    assert shown["num_tokens"] == num_tokens
+    assert "goes on from token" in run("session", "fork", "b", "c", *small).out
+
+
+def test_a_fork_of_none_or_into_one_is_2(run: Run, small: list[str], book: Path) -> None:
+    assert "no such session" in run("session", "fork", "zz", "b", *small).err
+    run("session", "feed", "a", book, *small)
+    for name in ("a", "a/b"):
+        ran = run("session", "fork", "a", name, *small)
+        assert (ran.code, ran.out) == (2, "")
+        assert name in ran.err
+
+
+def test_a_file_goes_on_where_its_session_was_rewound_to(
+    run: Run, small: list[str], store: Path, book: Path
+) -> None:
+    run("session", "feed", "a", book, *small)
+    refused = run("session", "rewind", "a", "100", *small)
+    assert refused.code == 2 and "Add --yes." in refused.err
+    rewound = run("session", "rewind", "a", "100", *small, "--yes", "--json").json
+    assert (rewound["session"], rewound["num_tokens"]) == ("a", 100)
+    assert 100 < rewound["text_chars"] < len(book.read_text())
+    assert rewound["num_forgotten"] > 100
+    again = run("session", "feed", "a", book, *small)
+    assert f"goes on at character {rewound['text_chars']:,} of" in again.err
+    with Journal.read_beside(journal_path(store, "a")) as journal:
+        assert "".join(accepted_text(journal.scan)) == book.read_text()
+        assert journal.state.text_chars == len(book.read_text())
+    assert "are forgotten" in run("session", "rewind", "a", "50", *small, "--yes").out
+
+
+@pytest.mark.parametrize("token_index", ["0", "-3", "1000000", "many"])
+def test_a_token_that_is_none_is_2(
+    run: Run, small: list[str], book: Path, token_index: str
+) -> None:
+    run("session", "feed", "a", book, *small)
+    ran = run("session", "rewind", "a", *small, "--yes", "--", token_index)
+    assert (ran.code, ran.out) == (2, "")

@@ -1,0 +1,136 @@
+"""The modes that are compared, and how an engine and a session are put into one.
+
+The only place that knows which modes this build has; what they answer is not known here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from streamkv.config import EngineConfig, parse_size
+from streamkv.errors import ConfigError
+from streamkv.session import Session
+from streamkv.tiers.spec import KVSpec
+
+WINDOW, RECALL, FULL, DENSE = "window", "recall", "full", "dense"
+MODES = (WINDOW, RECALL, FULL, DENSE)
+FEED_IN = (WINDOW, RECALL, "same")
+
+
+class Reading(NamedTuple):
+    """A stream read once in one mode, and the modes that answer from it."""
+
+    fed_in: str
+    modes: tuple[str, ...]
+
+
+def has_recall() -> bool:
+    """Whether this build can attend to what left the window."""
+    options = {field.name for field in dataclasses.fields(EngineConfig)}
+    return "attention" in options and hasattr(Session, "set_mode")
+
+
+def modes_of_build() -> tuple[str, ...]:
+    """All modes that this build has."""
+    return MODES if has_recall() else (WINDOW, DENSE)
+
+
+def require_modes(modes: Sequence[str], feed_in: str) -> None:
+    """Raise unless this build has the modes.
+
+    Raises:
+        ConfigError: an unknown mode, none, or one that this build does not have.
+    """
+    if not modes:
+        raise ConfigError("modes", "", "no mode", f"Use some of {', '.join(MODES)}.")
+    for mode in modes:
+        if mode not in MODES:
+            raise ConfigError("modes", mode, "not a mode", f"Use some of {', '.join(MODES)}.")
+    if feed_in not in FEED_IN:
+        remedy = f"Use one of {', '.join(FEED_IN)}."
+        raise ConfigError("feed_in", feed_in, "not a mode to read in", remedy)
+    needed = [mode for mode in (*modes, feed_in) if mode in (RECALL, FULL)]
+    if needed and not has_recall():
+        remedy = "Use --modes window,dense --feed-in window."
+        raise ConfigError("modes", needed[0], "this build has no such mode", remedy)
+
+
+def readings(modes: Sequence[str], feed_in: str) -> list[Reading]:
+    """In which modes a stream is read, and which modes answer from each reading.
+
+    `dense` is not among them: it has an engine of its own.
+    """
+    found: dict[str, list[str]] = {}
+    for mode in modes:
+        if mode != DENSE:
+            is_plain = mode == WINDOW or feed_in == WINDOW
+            fed_in = WINDOW if is_plain else mode if feed_in == "same" else feed_in
+            found.setdefault(fed_in, []).append(mode)
+    return [Reading(fed_in, tuple(answering)) for fed_in, answering in found.items()]
+
+
+def window_config(config: EngineConfig, is_forking: bool) -> EngineConfig:
+    """Options of an engine that only has a window: nothing is kept that has left it."""
+    num_sessions = 2 if is_forking else 1
+    return dataclasses.replace(config, cpu_bytes=0, retain="none", max_sessions=num_sessions)
+
+
+def recall_config(
+    config: EngineConfig, spec: KVSpec, attention: str, recall_blocks: int, longest: int
+) -> EngineConfig:
+    """Options of an engine that attends to what left the window.
+
+    Args:
+        attention: `recall` or `full`; sessions may change it.
+        recall_blocks: old blocks recalled into attention.
+        longest: tokens of the longest stream, which the cpu pool has room for, twice for a fork.
+    """
+    needed = 2 * (longest // spec.block_size + 8) * spec.block_bytes
+    options: dict[str, Any] = {
+        "attention": attention,
+        "recall_blocks": recall_blocks,
+        "cpu_bytes": max(parse_size("cpu_bytes", config.cpu_bytes), needed),
+        "max_sessions": 2,
+    }
+    return dataclasses.replace(config, **options)
+
+
+def dense_config(config: EngineConfig, num_tokens: int) -> EngineConfig:
+    """Options of an engine whose window holds `num_tokens`: nothing ever leaves it."""
+    return dataclasses.replace(
+        config, window_size=num_tokens, cpu_bytes=0, retain="none", max_sessions=1
+    )
+
+
+def switch(session: Session, mode: str, recall_blocks: int) -> None:
+    """Put a session into a mode; one of a build without modes stays as it is."""
+    if not has_recall() or mode == DENSE:
+        return
+    set_mode: Any = getattr(session, "set_mode")  # noqa: B009  not in every build
+    set_mode(mode, recall_blocks=recall_blocks if mode == RECALL else None)
+
+
+def can_fork(session: Session) -> bool:
+    """Whether a stream that was read once can be answered from several times."""
+    return hasattr(session, "fork")
+
+
+def fork(session: Session, name: str) -> Session:
+    """A session that goes on from the same stream."""
+    made: Session = getattr(session, "fork")(name)  # noqa: B009  not in every build
+    return made
+
+
+def recalled_ranges(session: Session) -> list[range] | None:
+    """Token ranges recalled for the last answer; `None` where the session does not say."""
+    if not hasattr(session, "attended"):
+        return None
+    told: Any = getattr(session, "attended")()  # noqa: B009  not in every build
+    return [_range_of(item) for item in told]
+
+
+def _range_of(item: Any) -> range:
+    """A recalled range: with `start` and `end`, or a tuple that begins with them."""
+    if hasattr(item, "start") and hasattr(item, "end"):
+        return range(item.start, item.end)
+    return range(item[0], item[1])

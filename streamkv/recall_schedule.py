@@ -1,0 +1,80 @@
+"""When a session chooses old blocks, from which, and when it attends to them. Pure.
+
+A choice has a lag in tokens, never in time: what is chosen at a multiple b of the stride, from the
+queries before it, is attended by the tokens [b + stride, b + 2 * stride), so that a disk has a
+whole stride to deliver. At the start of an answer a choice is made for the next token on.
+
+Candidates are sealed blocks that have left the window of every query that the choice is for; where
+there are no more of these than may be chosen, also the blocks that are still leaving, so that
+nothing is lost when everything can be recalled.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from streamkv.window import Window
+
+
+class Choice(NamedTuple):
+    """Blocks to attend to, by block index, ascending, for the tokens from `token_index` on."""
+
+    token_index: int
+    blocks: tuple[int, ...]
+
+
+class RecallSchedule:
+    """Choices of one session.
+
+    Args:
+        stride: tokens between two choices.
+        num_blocks: blocks of a choice, at most.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, stride: int, num_blocks: int, block_size: int) -> None:
+        assert stride > 0 and num_blocks >= 0
+        self.stride = stride
+        self.num_blocks = num_blocks
+        self._block_size = block_size
+        self._choices: deque[Choice] = deque()
+
+    def next_boundary(self, num_computed: int) -> int:
+        """The first token after `num_computed` at which a step has to end or begin anew."""
+        return (num_computed // self.stride + 1) * self.stride
+
+    def chooses_at(self, num_computed: int) -> bool:
+        """Whether a choice is made once so many tokens are computed."""
+        return num_computed > 0 and num_computed % self.stride == 0
+
+    def candidates(self, window: Window, token_index: int, num_sealed: int) -> int:
+        """Blocks [0, n) that a choice for the tokens from `token_index` on is made from.
+
+        Args:
+            window: in force.
+            token_index: of the first query that the choice is for.
+            num_sealed: full blocks of the stream.
+        """
+        size = self._block_size
+        gone = window.first_visible(token_index) // size
+        if gone > self.num_blocks:
+            return min(gone, num_sealed)
+        last_query = token_index + 2 * self.stride - 1
+        leaving = -(-window.first_visible(last_query) // size)
+        return min(max(gone, min(leaving, self.num_blocks)), num_sealed)
+
+    def put(self, choice: Choice) -> None:
+        """A choice was made; one for the same or a later token gives way to it."""
+        while self._choices and self._choices[-1].token_index >= choice.token_index:
+            self._choices.pop()
+        self._choices.append(choice)
+
+    def take(self, token_index: int) -> Choice | None:
+        """The newest choice that is for `token_index`, if it was not taken yet; older ones go."""
+        taken: Choice | None = None
+        while self._choices and self._choices[0].token_index <= token_index:
+            taken = self._choices.popleft()
+        return taken
+
+    def clear(self, from_index: int = 0) -> None:
+        """Forget choices for tokens from `from_index` on."""
+        self._choices = deque(c for c in self._choices if c.token_index < from_index)

@@ -1,0 +1,84 @@
+"""When choices are made and used, and from which blocks."""
+
+import pytest
+
+from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.window import Window
+
+B = 64
+
+
+def schedule(stride: int = 256, num_blocks: int = 4) -> RecallSchedule:
+    return RecallSchedule(stride, num_blocks, B)
+
+
+def test_steps_end_at_every_multiple_of_the_stride() -> None:
+    made = schedule()
+    assert [made.next_boundary(n) for n in (0, 1, 255, 256, 257)] == [256, 256, 256, 512, 512]
+    assert [n for n in range(600) if made.chooses_at(n)] == [256, 512]
+
+
+def test_a_choice_is_taken_once_when_its_token_comes() -> None:
+    made = schedule()
+    made.put(Choice(512, (1, 2)))
+    made.put(Choice(768, (3,)))
+    assert made.take(511) is None
+    assert made.take(512) == Choice(512, (1, 2))
+    assert made.take(513) is None
+    assert made.take(900) == Choice(768, (3,))
+
+
+def test_of_two_choices_that_are_due_the_newer_counts() -> None:
+    made = schedule()
+    made.put(Choice(512, (1,)))
+    made.put(Choice(768, (2,)))
+    assert made.take(800) == Choice(768, (2,)) and made.take(800) is None
+
+
+def test_a_choice_for_an_answer_replaces_what_was_to_come() -> None:
+    made = schedule()
+    made.put(Choice(512, (1,)))
+    made.put(Choice(768, (2,)))
+    made.put(Choice(700, (9,)))
+    assert made.take(600) == Choice(512, (1,))
+    assert made.take(2000) == Choice(700, (9,))
+
+
+def test_a_rewound_stream_forgets_later_choices() -> None:
+    made = schedule()
+    made.put(Choice(512, (1,)))
+    made.put(Choice(768, (2,)))
+    made.clear(700)
+    assert made.take(9999) == Choice(512, (1,))
+    made.put(Choice(512, (1,)))
+    made.clear()
+    assert made.take(9999) is None
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 4])
+def test_blocks_that_are_gone_for_every_query_are_candidates(num_blocks: int) -> None:
+    """By looking at every token: none of them is in the window of the first query."""
+    made, window = schedule(num_blocks=num_blocks), Window(200, ((0, 4),))
+    for token_index in range(0, 3000, 37):
+        found = made.candidates(window, token_index, 1000)
+        oldest = window.first_visible(token_index)
+        gone = sum((block + 1) * B <= oldest for block in range(60))
+        assert found >= gone
+        if gone > num_blocks:
+            assert found == gone
+
+
+def test_while_all_can_be_recalled_what_is_leaving_is_a_candidate_too() -> None:
+    """No token of a query's past is out of reach as long as there is room for its block."""
+    made, window = schedule(stride=64, num_blocks=8), Window(200)
+    for token_index in range(0, 550):
+        found = made.candidates(window, token_index, 1000)
+        last_query = token_index + 2 * 64 - 1
+        left = {token // B for token in range(max(0, last_query - 200 + 1))}
+        assert found == min(len(left), 8) or found > 8
+
+
+def test_only_sealed_blocks_are_candidates() -> None:
+    made, window = schedule(), Window(100)
+    assert made.candidates(window, 2000, 7) == 7
+    assert made.candidates(window, 0, 0) == 0

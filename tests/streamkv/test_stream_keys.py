@@ -1,0 +1,53 @@
+"""Names of all blocks that a stream ever had."""
+
+from streamkv.journal_records import Given, GivenKind, Kept, Record, Rewound
+from streamkv.sequence import Sequence
+from streamkv.stream_keys import StreamKeys
+from streamkv.tiers.spec import BlockKey
+from streamkv.window import Window
+
+ROOT = BlockKey(b"r" * 16)
+WINDOW = Window(6, ((0, 2),))
+SIZE = 4
+
+
+def given(*ids: int) -> Given:
+    return Given(GivenKind.CALLER, ids)
+
+
+def keys_of(*records: Record) -> set[BlockKey]:
+    found = StreamKeys(ROOT, SIZE, WINDOW)
+    found.read(records)
+    assert not found.public
+    return found.own
+
+
+def sealed(ids: list[int], kept: tuple[int, int] | None = None) -> set[BlockKey]:
+    """Keys by which a sequence seals these tokens."""
+    sequence = Sequence(1, WINDOW, SIZE, ROOT)
+    found = set()
+    for token_index, token_id in enumerate(ids):
+        if kept is not None and kept[0] == token_index:
+            sequence.change_window(token_index, WINDOW.with_sinks(*kept))
+        sequence.append([token_id])
+        sequence.table.add(token_index // SIZE, 0) if token_index % SIZE == 0 else None
+        found |= {key for _, key in sequence.advance(1)}
+    return found
+
+
+def test_they_are_those_by_which_blocks_are_sealed() -> None:
+    ids = list(range(30))
+    assert keys_of(given(*ids[:7]), given(*ids[7:])) == sealed(ids)
+    kept = keys_of(given(*ids[:14]), given(*ids[14:22]), Kept(14, 8), given(*ids[22:]))
+    assert kept == sealed(ids, (14, 22))
+    assert len(kept) == 7
+
+
+def test_what_a_rewind_gave_up_is_among_them() -> None:
+    ids = list(range(20))
+    found = keys_of(given(*ids), Rewound(10, 0, False), given(*[99] * 10))
+    assert found == sealed(ids) | sealed([*ids[:10], *[99] * 10])
+    kept = keys_of(
+        given(*ids), given(*[5] * 8), Kept(20, 8), Rewound(20, 0, False), given(*[5] * 8)
+    )
+    assert kept == sealed([*ids, *[5] * 8], (20, 28)) | sealed([*ids, *[5] * 8])
