@@ -47,6 +47,7 @@ class Checkpointer:
         self._tiers = tiers
         self._every = every
         self._begun_at, self._begun_s = 0, time.monotonic()
+        self._not_before = 0
         self._journaled: WindowBlocks | None = None
         self._pending: tuple[CheckpointTicket, WindowBlocks] | None = None
 
@@ -55,10 +56,19 @@ class Checkpointer:
         self._journaled = blocks
         self._begun_at = blocks.token_index
 
+    def declined(self, token_index: int) -> None:
+        """The journal's newest checkpoint is good, but its tokens are computed anew.
+
+        Nothing older replaces it meanwhile.
+        """
+        self._not_before = token_index
+
     def rewind(self, token_index: int) -> None:
         """The stream ends earlier now: forget what was about later tokens, and begin anew."""
         if self._pending is not None and self._pending[1].token_index >= token_index:
             self._pending = None
+        if self._not_before >= token_index:
+            self._not_before = 0
         self._journaled = None
         self._begun_at, self._begun_s = 0, time.monotonic()
         if self._pending is None:
@@ -144,9 +154,11 @@ class Checkpointer:
         return open_key if has_open and self._journaled is window else None
 
     def _window_blocks(self) -> WindowBlocks | None:
-        """The live blocks, if all that a resume needs are full and exact."""
+        """The live blocks, if all that a resume needs are full and exact, and worth writing."""
         sequence = self._sequence
         token_index = sequence.num_computed - sequence.num_computed % sequence.block_size
+        if sequence.num_computed == 0 or token_index < self._not_before:
+            return None
         end, first = token_index // sequence.block_size, sequence.window.first_visible(token_index)
         full = [block for block in sequence.table if block.block_index < end]
         sealed = tuple((block.block_index, block.key) for block in full if block.key is not None)

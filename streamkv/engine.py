@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from streamkv.config import EngineConfig, choose_dtype, parse_size
+from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
     make_cpu_pool,
@@ -19,10 +20,12 @@ from streamkv.device import (
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.live import LiveStream
+from streamkv.metered import MeteredRunner
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
 from streamkv.session import Session
+from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.step_loop import Call, StepLoop
 from streamkv.store import Store
@@ -62,6 +65,7 @@ class Engine:
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
         self._closed = False
+        self._sharing = Sharing()
         self._loop = StepLoop(None, self.config.prefill_chunk, self.config.num_threads)
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
@@ -127,7 +131,8 @@ class Engine:
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
             recaller = make_recaller(self._adapter, self._gpu_pool, self._tiers, self.config)
-            self._executor = Executor(self._runner, self._tiers, recaller)
+            metered = MeteredRunner(self._runner, self._sharing.gate)
+            self._executor = Executor(metered, self._tiers, recaller)
             self._loop.drive(self._executor)
             self._opener = SessionOpener(
                 self.config,
@@ -137,6 +142,7 @@ class Engine:
                 self._tiers,
                 self._gpu_pool.num_blocks,
                 self._store,
+                self._sharing,
             )
             opened.pop_all()
 
@@ -155,26 +161,46 @@ class Engine:
         """The model's tokenizer."""
         return self._tokenizer
 
-    def session(self, name: str, *, system: str | None = None) -> Session:
+    @property
+    def cost_gate(self) -> CostGate:
+        """What chooses whether stored blocks are read or computed again, by measured speeds."""
+        return self._sharing.gate
+
+    def session(
+        self,
+        name: str,
+        *,
+        system: str | None = None,
+        tenant: str | None = None,
+        shared_prompt: bool = False,
+    ) -> Session:
         """Open a session: it resumes if it exists, else it is created.
 
         Args:
             name: letters, digits, '-', '_', '.' and ' '.
             system: system prompt, kept whole as sink tokens. Only its first opener's counts; a
                 different one later is refused.
+            tenant: whose session it is. Sessions of one tenant share blocks: what one of them has
+                computed another need not compute. Without it nothing is shared. Kept with the
+                session; a different one later is refused.
+            shared_prompt: the system prompt is no secret: its blocks are shared with every session
+                that was opened so, of any tenant or none.
 
         Raises:
-            InputError: not a name, or a system prompt too long to keep.
-            SessionError: open already, or created with another system prompt or another model.
+            InputError: not a name, a system prompt too long to keep, no name of a tenant, or a
+                shared prompt that is not given.
+            SessionError: open already, or created with another system prompt, another model or
+                another tenant.
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
         validate_session_name(name)
+        sharers = Sharers(tenant, shared_prompt)
         with self._lock:
             self._require_open()
             if name in self._sessions:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
-            live = self._opener.open(name, system)
+            live = self._opener.open(name, system, sharers)
             return self._opened(live)
 
     def _fork(self, live: LiveStream, name: str) -> Session:
@@ -220,7 +246,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""
-        counted = self._executor.counters()
+        counted = self._executor.counters() | self._sharing.counters()
         if self._store is not None:
             counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}
         return counted

@@ -74,9 +74,11 @@ class SessionHeader:
         num_sink_tokens: first tokens attended for ever, at creation.
         mode: attention mode.
         position_policy: how distances to sink tokens are counted.
-        salt: the session's own part of its block keys, in hex; empty if shared.
+        salt: part of its block keys, in hex: its own, or that of its tenant's sessions.
         created_s: seconds since 1970 (UTC).
         system_digest: of the system prompt, in hex; empty if there is none.
+        num_shared_tokens: first tokens, a prompt marked shared; blocks that lie wholly in them are
+            named without the salt.
     """
 
     model: str
@@ -89,6 +91,7 @@ class SessionHeader:
     salt: str
     created_s: float
     system_digest: str = ""
+    num_shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

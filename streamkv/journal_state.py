@@ -102,10 +102,12 @@ class JournalState:
         last_turn: the newest record of its kind.
         last_checkpoint, last_closed: the same, unless tokens that they are about were given up.
         was_rewound: whether tokens were ever given up.
+        fewest_left: fewest tokens that a rewind left; `None` if there was none.
         index: where tokens lie in the file.
     """
 
     __slots__ = (
+        "fewest_left",
         "has_turns",
         "index",
         "kept",
@@ -128,6 +130,7 @@ class JournalState:
         self.last_checkpoint: Checkpoint | None = None
         self.last_closed: Closed | None = None
         self.was_rewound = False
+        self.fewest_left: int | None = None
         self.index = TokenIndex()
 
     def apply(self, kind: int, payload: bytes, offset: int) -> None:
@@ -176,6 +179,7 @@ class JournalState:
         if self.last_closed is not None and self.last_closed.token_index > end:
             self.last_closed = None
         self.was_rewound = True
+        self.fewest_left = end if self.fewest_left is None else min(end, self.fewest_left)
         self.index.cut(end)
 
     def _apply_tail(self, kind: int, payload: bytes) -> None:

@@ -1,31 +1,29 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import Attention, require_int
+from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import (
-    ConfigError,
-    InputError,
-    JournalError,
-    SessionError,
-    StoreFormatError,
-)
+from streamkv.errors import ConfigError, InputError, JournalError, SessionError
 from streamkv.executor import Executor
 from streamkv.intake import Intake
-from streamkv.journal import Journal, read_header
-from streamkv.journal_records import Closed, Rewound, SessionHeader
+from streamkv.journal import Journal
+from streamkv.journal_records import Closed, Rewound
 from streamkv.outputs import Attended, FinishReason, SessionStats
 from streamkv.past import MemoryPast, Past, TextMarks, text_chars_at
 from streamkv.recovery import Recovery, open_block_key
+from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.sharing import Sharing
 from streamkv.store import Store
-from streamkv.stream_keys import all_keys
 from streamkv.tiers.manager import TierManager
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
 from streamkv.window import Window
 
@@ -48,7 +46,9 @@ class LiveStream:
         tokenizer: of the model.
         tiers: owner of the blocks.
         executor: gives blocks back.
-        num_layers: attention layers of the model.
+        reuse: takes stored blocks for tokens to come.
+        sharing: the engine's cost gate and counts.
+        spec: layout of the model's blocks.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
     """
@@ -64,7 +64,9 @@ class LiveStream:
     tokenizer: Tokenizer
     tiers: TierManager
     executor: Executor
-    num_layers: int
+    reuse: PrefixReuse
+    sharing: Sharing
+    spec: KVSpec
     prefill_chunk: int
     resumed: bool
 
@@ -109,7 +111,8 @@ class LiveStream:
             text_chars=self.intake.text_chars,
             num_blocks=len(sequence.table),
             tiers=self.tiers.usage(),
-            counters=self.executor.counters(),
+            counters=self.executor.counters() | self.sharing.counters(),
+            num_reused=self.reuse.num_tokens,
         )
 
     def set_mode(self, mode: Attention, recall_blocks: int | None) -> None:
@@ -206,7 +209,8 @@ class LiveStream:
             self.created_window,
             self.tiers,
             self.executor,
-            self.num_layers,
+            self.spec,
+            self.sharing.gate,
         )
 
     def sleep(self) -> None:
@@ -234,33 +238,23 @@ class LiveStream:
             _log.warning("session %r: went to sleep without its last record (%s)", self.name, error)
 
     def delete(self) -> None:
-        """Forget the session: blocks in every tier, then the journal."""
+        """Forget the session: its unshared blocks in every tier, then the journal."""
         with self.intake.lock:
             self.intake.close()
             self.executor.close(self.sequence)
-            keys: set[BlockKey] = set()
+            sequence = self.sequence
             if self.journal is not None:
-                keys = self._keys_of(self.journal) - self._keys_of_relatives(self.journal.header)
-            self.tiers.forget(self.name, keys).wait()
+                keys = keys_to_delete(
+                    self.journal, sequence.root_key, sequence.block_size, self._other_journals()
+                )
+                self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
+            else:
+                self.tiers.forget(self.name).wait()
             if self.journal is not None:
                 self.journal.delete()
 
-    def _keys_of(self, journal: Journal) -> set[BlockKey]:
-        sequence = self.sequence
-        return all_keys(journal.scan(), sequence.root_key, sequence.block_size, self.created_window)
-
-    def _keys_of_relatives(self, header: SessionHeader) -> set[BlockKey]:
-        """Keys of the sessions with the same salt: forks, and what this one was forked from."""
-        found: set[BlockKey] = set()
-        names = self.store.session_names() if self.store is not None else []
-        for name in names:
-            if name == self.name or self.store is None:
-                continue
-            path = self.store.journal_path(name)
-            try:
-                if read_header(path).salt == header.salt:
-                    with Journal.read_beside(path) as journal:
-                        found |= self._keys_of(journal)
-            except (JournalError, StoreFormatError) as error:
-                _log.warning("session %r: its blocks are not looked for (%s)", name, error)
-        return found
+    def _other_journals(self) -> Iterator[Path]:
+        if self.store is not None:
+            for name in self.store.session_names():
+                if name != self.name:
+                    yield self.store.journal_path(name)

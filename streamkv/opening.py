@@ -5,7 +5,6 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 """
 
 import hashlib
-import secrets
 import time
 
 from streamkv.checkpoint import Checkpointer
@@ -19,7 +18,9 @@ from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
+from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
+from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
 from streamkv.sizing import blocks_of_session
 from streamkv.store import Store
 from streamkv.tiers.keys import root_key
@@ -37,6 +38,7 @@ class SessionOpener:
         executor, tiers: what runs the sequences and owns their blocks.
         num_gpu_blocks: size of the pool that sessions share.
         store: where sessions last; `None` if they do not.
+        sharing: the engine's cost gate and counts.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SessionOpener:
         tiers: TierManager,
         num_gpu_blocks: int,
         store: Store | None,
+        sharing: Sharing,
     ) -> None:
         self._config = config
         self._adapter = adapter
@@ -56,22 +59,26 @@ class SessionOpener:
         self._tiers = tiers
         self._num_gpu_blocks = num_gpu_blocks
         self._store = store
+        self._sharing = sharing
         self._reserved: dict[str, int] = {}
         self._num_opened = 0
 
-    def open(self, name: str, system: str | None) -> LiveStream:
+    def open(self, name: str, system: str | None, asked: Sharers = PRIVATE) -> LiveStream:
         """The live stream of a session, new or resumed.
 
         Raises:
             ConfigError: a system prompt too long to keep.
-            SessionError: created with another system prompt or another model.
+            InputError: a shared prompt that is not given.
+            SessionError: created with another system prompt, another model or other sharers.
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
         journal = self._existing_journal(name, system)
         try:
             resumed = journal is not None
-            header = journal.header if journal is not None else self._new_header(system)
+            if journal is not None:
+                asked.check(name, journal.header)
+            header = journal.header if journal is not None else self._new_header(system, asked)
             self._reserve(name, header.num_sink_tokens, header.window_size)
             if journal is None and self._store is not None:
                 journal = Journal.create(self._store.journal_path(name), header)
@@ -158,9 +165,10 @@ class SessionOpener:
             ids += self._tokenizer.encode_segments(segments, at_start=True)
         return ids
 
-    def _new_header(self, system: str | None) -> SessionHeader:
+    def _new_header(self, system: str | None, asked: Sharers) -> SessionHeader:
         config = self._config
-        num_sinks = max(config.num_sink_tokens, len(self._opening_ids(system)) if system else 0)
+        num_opening = len(self._opening_ids(system)) if system else 0
+        num_sinks = max(config.num_sink_tokens, num_opening)
         if num_sinks + config.window_size > self._adapter.trained_length:
             raise ConfigError(
                 "system",
@@ -177,9 +185,10 @@ class SessionOpener:
             num_sink_tokens=num_sinks,
             mode="window",
             position_policy="cache",
-            salt=secrets.token_hex(16),
+            salt=asked.new_salt().hex(),
             created_s=time.time(),
             system_digest=_digest(system) if system is not None else "",
+            num_shared_tokens=asked.num_shared(num_opening),
         )
 
     def _reserve(self, name: str, num_sink_tokens: int, window_size: int) -> None:
@@ -201,10 +210,11 @@ class SessionOpener:
         adapter = self._adapter
         sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
         window = Window(header.window_size, sinks)
-        salt = bytes.fromhex(header.salt)
-        root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salt)
+        fewest_left = journal.state.fewest_left if journal is not None else None
+        salting = salting_of(header, adapter.spec.block_size, fewest_left)
+        root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
         self._num_opened += 1
-        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root)
+        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
         self._executor.open(sequence, recalls=self._config.attention == "recall")
         live = self._assemble(name, sequence, window, journal, MemoryPast(), resumed)
         if journal is not None and resumed:
@@ -240,14 +250,25 @@ class SessionOpener:
             tokenizer=tokenizer,
             tiers=self._tiers,
             executor=self._executor,
-            num_layers=adapter.spec.num_layers,
+            reuse=PrefixReuse(
+                sequence,
+                self._tiers,
+                self._executor,
+                self._sharing,
+                self._reserved[name],
+                adapter.spec.block_bytes,
+            ),
+            sharing=self._sharing,
+            spec=adapter.spec,
             prefill_chunk=config.prefill_chunk,
             resumed=resumed,
         )
 
     def _recover(self, live: LiveStream, journal: Journal) -> None:
-        checkpoint = live.recovery().run()
+        recovery = live.recovery()
+        checkpoint = recovery.run()
         if live.checkpointer is not None:
+            live.checkpointer.declined(recovery.declined)
             if checkpoint is not None:
                 live.checkpointer.resumed_from(checkpoint)
             elif journal.state.was_rewound:

@@ -60,12 +60,14 @@ class Progress:
         text_chars: characters of text that the session has accepted since it was created; after a
             crash, go on feeding from there.
         tokens_per_s: rate of this feed.
+        num_reused: of `num_tokens`, those whose blocks were stored already and not computed.
     """
 
     num_tokens: int
     token_index: int
     text_chars: int
     tokens_per_s: float
+    num_reused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class SessionStats:
         num_blocks: blocks that the session holds in the gpu pool.
         tiers: usage of each tier, all sessions together.
         counters: promotions, demotions, evictions, misses and the like, by name.
+        num_reused: tokens of this session, since it was opened, whose blocks were stored already.
     """
 
     name: str
@@ -124,3 +127,4 @@ class SessionStats:
     num_blocks: int
     tiers: dict[str, TierUsage] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    num_reused: int = 0

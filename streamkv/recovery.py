@@ -15,16 +15,19 @@ does the same, and takes from its own window what stays in it.
 """
 
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Container, Iterator
 
+from streamkv.cost_gate import CostGate
 from streamkv.errors import PoolFullError
 from streamkv.executor import Executor
 from streamkv.past import Past
 from streamkv.sequence import Jump, Sequence, policy_in_force
 from streamkv.tiers.keys import child_key, partial_key
 from streamkv.tiers.manager import TierManager
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.policy import Place
+from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.window import Window
 from streamkv.window_blocks import WindowBlocks
 
@@ -47,7 +50,7 @@ def chain_keys(
     sequence: Sequence, past: Past, windows: list[tuple[int, Window]], end: int
 ) -> Iterator[BlockKey]:
     """Keys of the full blocks before `end`, made anew by hashing the stream from its start."""
-    size, key = sequence.block_size, sequence.root_key
+    size, key = sequence.block_size, sequence.first_parent
     end -= end % size
     for first in range(0, end, HASHED_AT_ONCE):
         ids = past.ids(first, min(first + HASHED_AT_ONCE, end)).tolist()
@@ -56,8 +59,9 @@ def chain_keys(
             # A block is named by the window in force when its last token was computed.
             window = [window for since, window in windows if since < start + size][-1]
             policy = policy_in_force(window, start, size)
-            key = child_key(key, ids[offset : offset + size], policy)
-            yield key
+            sealed = child_key(key, ids[offset : offset + size], policy)
+            yield sealed
+            key = sequence.salting.after(start // size, sealed)
 
 
 class Recovery:
@@ -70,7 +74,11 @@ class Recovery:
         created: the window of the session's creation.
         tiers: owner of the blocks.
         executor: gives blocks back.
-        num_layers: attention layers of the model.
+        spec: layout of the model's blocks.
+        gate: chooses between reading the window and computing it anew.
+
+    Attributes:
+        declined: token index of the checkpoint that is sooner computed than read; 0 if none is.
     """
 
     def __init__(
@@ -81,14 +89,17 @@ class Recovery:
         created: Window,
         tiers: TierManager,
         executor: Executor,
-        num_layers: int,
+        spec: KVSpec,
+        gate: CostGate,
     ) -> None:
         self._name = name
         self._sequence = sequence
         self._past = past
         self._tiers = tiers
         self._executor = executor
-        self._num_layers = num_layers
+        self._spec = spec
+        self._gate = gate
+        self.declined = 0
         self._windows = replay_windows(past, created)
 
     def run(self) -> WindowBlocks | None:
@@ -100,17 +111,24 @@ class Recovery:
         self._restore_recent_ids()
         window_blocks = self._newest_checkpoint()
         if window_blocks is None:
-            if not self._past.state.was_rewound or not self._restore_window(self._window_at_end()):
+            if not self._past.state.was_rewound or not self._restore_known(self._window_at_end()):
                 self._replay()
             return None
-        if not self._restore_window(window_blocks):
+        if not self._is_worth_reading(window_blocks):
+            self.declined = window_blocks.token_index
+        elif self._restore_window(window_blocks):
+            self._restore_open_block()
+            return window_blocks
+        else:
             _log.warning(
                 "session %r: its window is not stored any more and is computed anew", self._name
             )
-            self._replay()
-            return None
-        self._restore_open_block()
-        return window_blocks
+        self._replay()
+        return None
+
+    def _restore_known(self, named: WindowBlocks) -> bool:
+        """Make a window live that no checkpoint vouches for, if it is sooner read than computed."""
+        return self._is_worth_reading(named) and self._restore_window(named)
 
     def rewind(self) -> None:
         """Take the sequence back to where its past ends now; what is to be computed is pending.
@@ -118,6 +136,7 @@ class Recovery:
         Nothing of it may be under way. What stays in its window is neither copied nor read.
         """
         sequence, size = self._sequence, self._sequence.block_size
+        sequence.give_up_shared(self._past.state.num_tokens)
         newest = self._past.state.num_tokens - 1
         num_kept = min(newest, sequence.num_computed) if sequence.is_exact else newest
         stored = self._live_window(num_kept) if sequence.is_exact else None
@@ -144,18 +163,36 @@ class Recovery:
         checkpoint = self._past.state.last_checkpoint
         if checkpoint is None:
             return None
-        return WindowBlocks.decode(checkpoint.token_index, checkpoint.digest)
+        stored = WindowBlocks.decode(checkpoint.token_index, checkpoint.digest)
+        # Not as it was written: a rewind may have moved the salt to right behind it since.
+        newest = max(stored.blocks)[1] if stored.blocks else self._sequence.root_key
+        chain_key = self._parent_after(stored.token_index, newest)
+        return WindowBlocks(stored.token_index, chain_key, stored.blocks)
+
+    def _is_worth_reading(self, stored: WindowBlocks) -> bool:
+        """Whether the window is sooner read than computed anew, wherever its blocks are now."""
+        num_bytes: Counter[Place] = Counter()
+        for _, key in stored.blocks:
+            if (place := self._tiers.where(key)) is not None:
+                num_bytes[place] += self._spec.block_bytes
+        head, start = self._replay_span()
+        num_tokens = head + stored.token_index - start
+        return num_tokens <= 0 or self._gate.chooses_reading(num_tokens, num_bytes)
 
     def _window_at_end(self) -> WindowBlocks:
         """What a resume at the last block boundary needs, by names made anew."""
         size, newest = self._sequence.block_size, self._past.state.num_tokens - 1
-        end, chain_key, blocks = newest - newest % size, self._sequence.root_key, []
+        end, key, blocks = newest - newest % size, self._sequence.root_key, []
         needed = set(self._needed(end))
         keys = chain_keys(self._sequence, self._past, self._windows, end)
-        for index, chain_key in enumerate(keys):
+        for index, key in enumerate(keys):
             if index in needed:
-                blocks.append((index, chain_key))
-        return WindowBlocks(end, chain_key, tuple(blocks))
+                blocks.append((index, key))
+        return WindowBlocks(end, self._parent_after(end, key), tuple(blocks))
+
+    def _parent_after(self, end: int, newest: BlockKey) -> BlockKey:
+        """Parent of the block that begins at `end`; `newest` is the key of the one before it."""
+        return self._sequence.salting.after(end // self._sequence.block_size - 1, newest)
 
     def _needed(self, end: int) -> list[int]:
         """Blocks that a resume at the block boundary `end` needs."""
@@ -173,8 +210,8 @@ class Recovery:
         if any(index not in table for index in needed):
             return None
         blocks = [(index, key) for index in needed if (key := table[index].key) is not None]
-        chain_key = blocks[-1][1] if blocks else self._sequence.root_key
-        return WindowBlocks(end, chain_key, tuple(blocks))
+        key = blocks[-1][1] if blocks else self._sequence.root_key
+        return WindowBlocks(end, self._parent_after(end, key), tuple(blocks))
 
     def _take_open_block(self, num_kept: int) -> int | None:
         """A block with the tokens of the block that `num_kept` lies in, if it is live: no one
@@ -239,13 +276,21 @@ class Recovery:
             for _, block_id in pairs:
                 self._tiers.free(block_id)
             return False
+        places = {self._tiers.where(key) for key in keys}
+        begun_s = time.monotonic()
         restored = self._tiers.restore_many(pairs)
+        self._note_read(places, sum(restored), time.monotonic() - begun_s)
         for (key, block_id), is_there in zip(pairs, restored, strict=True):
             if is_there:
                 found[key] = block_id
             else:
                 self._tiers.free(block_id)
         return all(restored)
+
+    def _note_read(self, places: set[Place | None], num_blocks: int, seconds: float) -> None:
+        """Tell the gate, if all blocks came from one tier."""
+        if len(places) == 1 and (place := places.pop()) is not None:
+            self._gate.note_read(place, num_blocks * self._spec.block_bytes, seconds)
 
     def _restore_open_block(self) -> None:
         closed = self._past.state.last_closed
@@ -267,22 +312,22 @@ class Recovery:
         sequence, num_tokens = self._sequence, self._past.state.num_tokens
         self._executor.release(sequence)
         sequence.exact_from = 0
-        sequence.restart_at(0, sequence.root_key, [])
+        sequence.restart_at(0, sequence.first_parent, [])
         self._set_windows(0)
         head, start = self._replay_span()
         ids = self._past.ids(0, head).tolist() + self._past.ids(start, num_tokens).tolist()
         jump = None
         if start > head:
             jump = Jump(head, start, self._chain_key_at(start))
-            sequence.exact_from = start + (self._num_layers - 1) * sequence.window.window_size
-        sequence.restart_at(0, sequence.root_key, ids, jump)
+            sequence.exact_from = start + (self._spec.num_layers - 1) * sequence.window.window_size
+        sequence.restart_at(0, sequence.first_parent, ids, jump)
 
     def _replay_span(self) -> tuple[int, int]:
         """(head, start): tokens `[head, start)` need not be computed anew."""
         window, size = self._windows[0][1], self._sequence.block_size
         head = -(-window.last_sink_index // size) * size
         newest = self._past.state.num_tokens - 1
-        start = newest - self._num_layers * window.window_size
+        start = newest - self._spec.num_layers * window.window_size
         start -= start % size
         # Sink tokens kept in mid-stream need their own past: then the whole stream is replayed.
         if len(self._windows) > 1 or window.first_visible(start) <= head:
@@ -290,10 +335,10 @@ class Recovery:
         return head, start
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
-        """Key of the block that ends at `token_index`."""
+        """Parent of the block that begins at `token_index`."""
         keys = chain_keys(self._sequence, self._past, self._windows, token_index)
         [newest] = deque(keys, maxlen=1)
-        return newest
+        return self._parent_after(token_index, newest)
 
     def _window_in_force(self, token_index: int) -> Window:
         return [window for start, window in self._windows if start <= token_index][-1]

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from streamkv.block_table import BlockTable
-from streamkv.tiers.keys import AttentionPolicy, child_key
+from streamkv.tiers.keys import AttentionPolicy, Salting, child_key
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
@@ -31,7 +31,7 @@ class Jump(NamedTuple):
 
     Attributes:
         source, target: token indices.
-        chain_key: key of the block that ends at `target`.
+        chain_key: parent of the block that begins at `target`.
     """
 
     source: int
@@ -56,9 +56,18 @@ class Sequence:
             without their whole past, on the way to an exact window; they get no key.
         recall_boundary: the next token index at which other old blocks may be attended.
         recall_salt: names blocks apart that may have been computed under recall.
+        root_key: root of the chain of block keys.
+        salting: where the salt enters it.
     """
 
-    def __init__(self, seq_id: int, window: Window, block_size: int, root: BlockKey) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        window: Window,
+        block_size: int,
+        root: BlockKey,
+        salting: Salting = Salting(),  # noqa: B008  # immutable
+    ) -> None:
         self.seq_id = seq_id
         self.window = window
         self.table = BlockTable(block_size)
@@ -74,13 +83,19 @@ class Sequence:
         self._jump: Jump | None = None
         self._inexact_from = 0
         self.root_key = root
-        self._chain_key = root
+        self.salting = salting
+        self._chain_key = self.first_parent
         self._open_ids: list[int] = []
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.table.block_size
+
+    @property
+    def first_parent(self) -> BlockKey:
+        """Parent of the first block: the root, unless the salt enters right behind it."""
+        return self.salting.after(-1, self.root_key)
 
     @property
     def num_pending(self) -> int:
@@ -94,7 +109,7 @@ class Sequence:
 
     @property
     def chain_key(self) -> BlockKey:
-        """Key of the last full block, or the root."""
+        """Parent of the open block: key of the last full block, or the root."""
         return self._chain_key
 
     @property
@@ -174,19 +189,24 @@ class Sequence:
         index = self.num_computed // self.block_size - 1
         start = index * self.block_size
         policy = policy_in_force(self.window, start, self.block_size) + self.recall_salt
-        self._chain_key = child_key(self._chain_key, self._open_ids, policy)
+        key = child_key(self._chain_key, self._open_ids, policy)
+        self._chain_key = self.salting.after(index, key)
         self._open_ids = []
         if self._inexact_from <= start < self.exact_from or index not in self.table:
             return None
         block = self.table[index]
-        block.key = self._chain_key
-        return block.block_id, block.key
+        block.key = key
+        return block.block_id, key
 
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""
         resume_at = self.num_computed - self.num_computed % self.block_size
         expired = self.table.take_expired(self.window, resume_at)
         return [(block.block_id, block.key) for block in expired]
+
+    def give_up_shared(self, num_tokens: int) -> None:
+        """Only the first tokens are still those of a prompt that is shared; then `restart_at`."""
+        self.salting = self.salting.cut(num_tokens // self.block_size)
 
     def restart_at(
         self, token_index: int, chain_key: BlockKey, pending: Ids[int], jump: Jump | None = None
@@ -195,7 +215,7 @@ class Sequence:
 
         Args:
             token_index: first token that is not computed; a multiple of the block size.
-            chain_key: key of the block that ends there.
+            chain_key: parent of the block that begins there.
             pending: all accepted ids from `token_index` on that are to be computed.
             jump: tokens to leave out on the way.
         """
@@ -211,9 +231,14 @@ class Sequence:
         self._inexact_from = jump.target if jump else 0
         self._apply_jump()
 
+    def mark_exact(self, token_index: int) -> None:
+        """All that a query from `token_index` on sees is exact: blocks from there on get keys."""
+        if token_index > self._inexact_from:
+            self.exact_from = min(self.exact_from, token_index)
+
     def copy(self, seq_id: int) -> "Sequence":
         """The same stream as another sequence, without any live block."""
-        copied = Sequence(seq_id, self.window, self.block_size, self.root_key)
+        copied = Sequence(seq_id, self.window, self.block_size, self.root_key, self.salting)
         copied.num_tokens, copied.num_computed = self.num_tokens, self.num_computed
         copied.pending = self.pending.copy()
         copied.recent_ids = self.recent_ids.copy()

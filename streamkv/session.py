@@ -7,7 +7,7 @@ journaled before it counts as accepted; a sampled token is journaled before it i
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +25,8 @@ from streamkv.step_loop import Call, Compute, StepLoop
 
 Items = str | list[int] | Iterable[str | list[int]]
 AsyncItems = Items | AsyncIterable[str | list[int]]
+Part = Generator[Any, Any, int]
+"""Steps that bring a stream on, and by how many tokens."""
 
 
 class Session:
@@ -252,27 +254,25 @@ class Session:
     def _feed(self) -> Steps:
         sequence, intake = self._live.sequence, self._live.intake
         started, num_tokens, accepted = time.monotonic(), 0, False
+        reused_before = self._live.reuse.num_tokens
 
         def progress() -> Progress:
             elapsed = max(time.monotonic() - started, 1e-9)
             rate = num_tokens / elapsed
-            return Progress(num_tokens, sequence.num_computed, intake.text_chars, rate)
+            num_reused = self._live.reuse.num_tokens - reused_before
+            return Progress(num_tokens, sequence.num_computed, intake.text_chars, rate, num_reused)
 
         while (item := (yield NEED_ITEM)) is not END:
             for piece in pieces(item):
                 accepted = True
                 intake.accept(piece)
                 while sequence.num_pending > self._live.prefill_chunk:
-                    chunk = self._live.next_chunk()
-                    yield self._compute(chunk)
-                    num_tokens += chunk
+                    num_tokens += yield from self._take_or_compute()
                     yield progress()
         if not accepted:
             raise InputError("items", "", "an empty feed", "Feed at least one character or token.")
         while sequence.num_pending > 1:
-            chunk = min(sequence.num_pending - 1, self._live.next_chunk())
-            yield self._compute(chunk)
-            num_tokens += chunk
+            num_tokens += yield from self._take_or_compute()
         yield progress()
 
     def _score(self) -> Steps:
@@ -339,8 +339,9 @@ class Session:
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence))
             while generation.finish_reason is None:
+                yield from self._take_stored()
                 while sequence.num_pending > self._live.prefill_chunk:
-                    yield self._compute(self._live.next_chunk())
+                    yield from self._take_or_compute()
                 pending = sequence.num_pending
                 token = yield self._compute(pending, Wanted.LOGITS, choose, params)
                 token_index = sequence.num_tokens
@@ -365,7 +366,28 @@ class Session:
     def _compute_all(self) -> Steps:
         sequence = self._live.sequence
         while sequence.num_pending > 1:
-            yield self._compute(min(sequence.num_pending - 1, self._live.next_chunk()))
+            yield from self._take_or_compute()
+
+    def _take_or_compute(self) -> Part:
+        """Bring the stream on by what the tiers hold, or by a chunk; returns tokens."""
+        num_reused: int = yield from self._take_stored()
+        if num_reused:
+            return num_reused
+        chunk = min(self._live.sequence.num_pending - 1, self._live.next_chunk())
+        yield self._compute(chunk)
+        return chunk
+
+    def _take_stored(self) -> Part:
+        """Take stored blocks for pending tokens; returns tokens that need not be computed now."""
+        num_tokens, reuse = 0, self._live.reuse
+        while (run := reuse.find()) is not None:
+            with reuse.taking(run, self._live.after_step) as taking:
+                while (taken := (yield Call(taking.step))) is None:
+                    pass
+            if not taken:
+                break
+            num_tokens += taken
+        return num_tokens
 
     def _compute(
         self,

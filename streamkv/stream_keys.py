@@ -6,69 +6,92 @@ records, which are read as they are asked for.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from streamkv.journal_records import Fed, Flushed, Generated, Given, Kept, Record, Rewound
 from streamkv.sequence import policy_in_force
-from streamkv.tiers.keys import child_key
+from streamkv.tiers.keys import Salting, child_key
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
+UNSALTED = Salting()
+"""No salt enters behind the root."""
 
-def all_keys(
-    records: Iterable[Record], root: BlockKey, block_size: int, created: Window
-) -> set[BlockKey]:
+
+class StreamKeys:
     """Keys of all full blocks that a stream has or had.
 
     Args:
-        records: of the session, from the first on.
-        root: parent of its first block.
+        root: root of its chain of keys.
         block_size: tokens per block.
         created: the window of the session's creation.
+        salting: where the salt entered the chain at first.
+        within: keys that are looked for; `None`: all. Blocks have their past in their names, so
+            that behind a block with another name nothing is found, and nothing is hashed.
+
+    Attributes:
+        own: of blocks that are named with the salt.
+        public: of blocks of a prompt that is shared with all.
     """
-    stream = _Stream(root, block_size, created)
-    for record in records:
-        stream.apply(record)
-    stream.seal()
-    return stream.found
 
-
-class _Stream:
-    """The tokens and block keys of a stream as its records go by."""
-
-    def __init__(self, root: BlockKey, block_size: int, created: Window) -> None:
-        self.found: set[BlockKey] = set()
+    def __init__(
+        self,
+        root: BlockKey,
+        block_size: int,
+        created: Window,
+        salting: Salting = UNSALTED,
+        within: Container[BlockKey] | None = None,
+    ) -> None:
+        self.own: set[BlockKey] = set()
+        self.public: set[BlockKey] = set()
         self._size = block_size
+        self._salting = salting
+        self._within = within
         self._ids = array("I")
         self._chain = [root]
         self._windows = [(0, created)]
 
-    def apply(self, record: Record) -> None:
-        """Take in what happened next."""
+    def read(self, records: Iterable[Record]) -> None:
+        """Take in all records of the session, from the first on."""
+        for record in records:
+            self._apply(record)
+        self._seal()
+
+    def _apply(self, record: Record) -> None:
         if isinstance(record, Kept):
             # Written after its tokens, and in force for them.
             start, window = record.token_index, self._windows[-1][1]
             window = window.with_sinks(start, start + record.num_tokens)
             self._windows.append((start, window))
             return
-        self.seal()
+        self._seal()
         match record:
             case Fed(_, _, ids) | Given(_, ids) | Generated(ids) | Flushed(ids):
                 self._ids.extend(ids)
             case Rewound(token_index):
-                del self._ids[token_index:], self._chain[token_index // self._size + 1 :]
+                num_blocks = token_index // self._size
+                del self._ids[token_index:], self._chain[num_blocks + 1 :]
+                self._salting = self._salting.cut(num_blocks)
                 self._windows = [
                     (since, window)
                     for since, window in self._windows
                     if since == 0 or since < token_index
                 ]
 
-    def seal(self) -> None:
+    def _seal(self) -> None:
         """Name the blocks that are full."""
-        while len(self._ids) >= self._size * len(self._chain):
-            start = self._size * (len(self._chain) - 1)
+        while len(self._ids) >= self._size * len(self._chain) and self._is_looked_for():
+            index = len(self._chain) - 1
+            start = self._size * index
             end = start + self._size
             window = [window for since, window in self._windows if since < end][-1]
             policy = policy_in_force(window, start, self._size)
-            self._chain.append(child_key(self._chain[-1], self._ids[start:end], policy))
-            self.found.add(self._chain[-1])
+            parent = self._salting.after(index - 1, self._chain[-1])
+            key = child_key(parent, self._ids[start:end], policy)
+            self._chain.append(key)
+            is_public = index < self._salting.num_shared_blocks
+            (self.public if is_public else self.own).add(key)
+
+    def _is_looked_for(self) -> bool:
+        """Whether a block may follow the newest one that is named."""
+        return self._within is None or len(self._chain) == 1 or self._chain[-1] in self._within

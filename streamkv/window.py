@@ -49,7 +49,9 @@ class Window:
         """The same window with `[start, end)` added to the sink tokens."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted([*self.sink_ranges, (start, end)]):
-            if merged and first <= merged[-1][1]:
+            # Ranges that only touch stay apart: the caps of the first grew with the second, so
+            # that their blocks must not be named like those of one range.
+            if merged and first < merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
             else:
                 merged.append((first, last))

@@ -109,7 +109,7 @@ def test_the_guide_s_samples_run_from_top_to_bottom(tiny_home: Path, tiny_model_
         exec(compile(text.replace(SERVER, url), str(GUIDE), "exec"), {"__name__": "guide"})
     sessions = tiny_home / ".local/share/streamkv/guide/sessions"
     names = sorted(path.stem for path in sessions.iterdir())
-    assert names == ["async talk", "book", "diary", "story"]
+    assert names == ["ann", "async talk", "bob", "book", "diary", "story"]
 
 
 @pytest.mark.parametrize("page", [README, GUIDE], ids=lambda page: page.name)

@@ -204,7 +204,7 @@ class Background:
         self._lower.forget(job.session)
         with self._condition:
             keys = {*self._claims.forget(job.session), *job.keys}
-            unused = [key for key in keys if not self._is_used(key)]
+            unused = [key for key in keys - job.spared if not self._is_used(key)]
             self._lower.delete_in_memory(unused)
         self._lower.delete_stored(unused)
         job.ticket.resolve(durable=self._lower.has_ssd)

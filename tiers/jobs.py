@@ -90,10 +90,18 @@ class Checkpoint:
 
 @dataclass(slots=True, eq=False)
 class Forget:
-    """Forget a session, and delete those of its blocks that nobody else needs."""
+    """Forget a session, and delete those of its blocks that nobody else needs.
+
+    Attributes:
+        session: its name.
+        keys: blocks to be deleted besides those of its manifests.
+        spared: blocks that stay all the same.
+        ticket: done when they are gone.
+    """
 
     session: str
     keys: list[BlockKey]
+    spared: frozenset[BlockKey] = frozenset()
     ticket: CheckpointTicket = field(default_factory=CheckpointTicket)
 
 

@@ -2,6 +2,9 @@
 
     root_key(weights, spec, rope, salt)  ->  child_key(parent, 64 token ids, policy)  ->  ...
 
+A prompt that the operator marks shared has a root without salt; the salt of the stream enters with
+`salted_key` between its last block and the one after it.
+
 Invariant: equal keys mean blocks that are equal up to rounding and may stand in for each other, in
 every process and on every machine. Every hashed field is preceded by its length, so that no two
 different lists of fields hash alike; Python's own `hash` (seeded per process) is never used.
@@ -19,6 +22,7 @@ from streamkv.errors import InputError
 from streamkv.tiers.spec import FORMAT_VERSION, BlockKey, KVSpec
 
 KEY_BYTES = 16
+SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,50 @@ class AttentionPolicy:
         if num_dense == num_tokens:
             return b"dense"
         end = first_token_index + num_tokens
-        # The end counts even beyond the block: how far sink tokens seem depends on their number.
+        # Whole, also where a range goes on behind the block: how far sink tokens seem depends on
+        # their number.
         sinks = ",".join(f"{a}-{b}" for a, b in self.sinks if a < end)
         rest = f"{self.mode}|{self.window_size}|{sinks}|{self.positions}"
         return f"{num_dense} dense, then {rest}".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Salting:
+    """Where the salt enters a stream's chain of keys: at its root, or behind a shared prompt.
+
+    Attributes:
+        salt: equal for streams that share blocks.
+        num_shared_blocks: first blocks of the stream that are named without it.
+        was_cut: there were more of them, until the stream gave up tokens of the prompt. Then the
+            root stays as it was, whatever is left.
+    """
+
+    salt: bytes = b""
+    num_shared_blocks: int = 0
+    was_cut: bool = False
+
+    @property
+    def root_salt(self) -> bytes:
+        """The salt of the root key."""
+        return b"" if self._enters_later else self.salt
+
+    @property
+    def _enters_later(self) -> bool:
+        return self.was_cut or self.num_shared_blocks > 0
+
+    def after(self, block_index: int, key: BlockKey) -> BlockKey:
+        """The parent of the block after `block_index`, whose own key is `key`: -1 for the root."""
+        is_last_shared = block_index + 1 == self.num_shared_blocks
+        return salted_key(key, self.salt) if is_last_shared and self._enters_later else key
+
+    def cut(self, num_blocks: int) -> "Salting":
+        """The same once all blocks but the first `num_blocks` were given up.
+
+        What the stream goes on with is its own, and not the prompt that is shared.
+        """
+        if num_blocks >= self.num_shared_blocks:
+            return self
+        return Salting(self.salt, num_blocks, was_cut=True)
 
 
 def root_key(weights: bytes, spec: KVSpec, rope: bytes, salt: bytes = b"") -> BlockKey:
@@ -101,6 +145,21 @@ def child_key(parent: BlockKey, token_ids: Sequence[int], policy: bytes) -> Bloc
         InputError: a token id does not fit in 32 bits.
     """
     return _key((b"block", parent, policy, _id_bytes(token_ids)), partial=False)
+
+
+def salted_key(parent: BlockKey, salt: bytes) -> BlockKey:
+    """The parent of the first block that is not shared: `parent` is the last that is."""
+    return _key((b"salt", parent, salt), partial=False)
+
+
+def tenant_salt(tenant: str) -> bytes:
+    """The salt of a tenant's streams: the same in every process and on every machine.
+
+    It keeps the name out of files, not from whoever guesses it.
+    """
+    return hashlib.blake2b(
+        tenant.encode(), digest_size=SALT_BYTES, person=b"streamkv tenant"
+    ).digest()
 
 
 def partial_key(

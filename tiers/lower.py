@@ -15,7 +15,7 @@ from streamkv.errors import StoreError, StoreFullError
 from streamkv.tiers.cpu_pool import CpuBlock, CpuPool
 from streamkv.tiers.host_memory import Bytes
 from streamkv.tiers.jobs import Wanted
-from streamkv.tiers.policy import Policy
+from streamkv.tiers.policy import Place, Policy
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.store import Store
 from streamkv.tiers.transfer import Transfer
@@ -32,7 +32,8 @@ class LowerTiers:
         cpu_pool: None or without room: blocks go straight to ssd.
         ssd: None: old blocks are evicted from the cpu pool and gone.
         policy: what goes where.
-        counters: where `demotions`, `writes`, `dropped`, `ssd_disabled`, `read_errors` are counted.
+        counters: where `demotions`, `writes`, `dropped`, `ssd_disabled`, `read_errors`,
+            `cpu_reads`, `ssd_reads` are counted.
     """
 
     def __init__(
@@ -66,6 +67,15 @@ class LowerTiers:
         """Whether the cpu pool has the block."""
         return self._cpu is not None and self._cpu.contains(key)
 
+    def where(self, key: BlockKey) -> Place | None:
+        """Where `read` would find a block, as far as is known unread."""
+        if self.holds_in_memory(key):
+            return "cpu"
+        try:
+            return "ssd" if self._ssd is not None and self._ssd.contains(key) else None
+        except (StoreError, OSError):
+            return None
+
     def read(self, key: BlockKey, block_id: int) -> bool:
         """Copy a block from the cpu pool, else from ssd, into a gpu block.
 
@@ -78,8 +88,11 @@ class LowerTiers:
                 self._transfer.promote(self._cpu.data(block), block_id).wait()
             finally:
                 self._cpu.unlock(block)
+            self._counters.add("cpu_reads")
             return True
-        return self._read_ssd(key, block_id)
+        found = self._read_ssd(key, block_id)
+        self._counters.add("ssd_reads", int(found))
+        return found
 
     def put(self, key: BlockKey, block_id: int) -> bool:
         """Copy a sealed gpu block one tier down. Returns False if no tier has room for it."""

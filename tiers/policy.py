@@ -16,6 +16,8 @@ from streamkv.tiers.spec import BlockKey
 
 Retain = Literal["all", "window", "none"]
 OnPressure = Literal["wait", "drop"]
+Place = Literal["gpu", "cpu", "ssd"]
+"""Where a block can be had from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,15 @@ from streamkv.cli.chat_commands import run_slash_command
 from streamkv.cli.console import Output
 from streamkv.cli.feed import Feeder
 from streamkv.cli.opening import open_engine, resumable
-from streamkv.cli.options import EngineOptions, JsonOption, with_engine, with_sampling
+from streamkv.cli.options import (
+    EngineOptions,
+    JsonOption,
+    SharedPromptOption,
+    SystemOption,
+    TenantOption,
+    with_engine,
+    with_sampling,
+)
 from streamkv.cli.text_file import stdin_lines
 from streamkv.errors import InputError
 from streamkv.names import validate_session_name
@@ -36,9 +44,9 @@ def chat(
     name: Annotated[str, typer.Argument(help="The session; it resumes if it exists.")] = (
         DEFAULT_NAME
     ),
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt of a new session, kept whole.")
-    ] = None,
+    system: SystemOption = None,
+    tenant: TenantOption = None,
+    shared_prompt: SharedPromptOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with the model for ever; the session resumes by its name.
@@ -50,7 +58,7 @@ def chat(
     with (
         resumable(output, f"streamkv chat {name}"),
         open_engine(options, output) as engine,
-        engine.session(name, system=system) as session,
+        engine.session(name, system=system, tenant=tenant, shared_prompt=shared_prompt) as session,
     ):
         _greet(output, session)
         feeder = Feeder(session, options.store, output)

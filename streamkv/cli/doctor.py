@@ -14,6 +14,7 @@ from streamkv.cli.console import Output
 from streamkv.cli.doctor_checks import Check, Level, check_machine
 from streamkv.cli.doctor_facts import Machine, cached_models, examine_machine
 from streamkv.cli.doctor_plan import gpu_report
+from streamkv.cli.doctor_self_check import check_tiers
 from streamkv.cli.doctor_speed import DiskSpeed, disk_speed, memory_bytes_per_s, writable_parent
 from streamkv.cli.exit_codes import ExitCode
 from streamkv.cli.options import DtypeOption, JsonOption, ModelOption, StoreOption
@@ -29,19 +30,37 @@ _STYLES = {Level.OK: None, Level.WARN: "yellow", Level.FAIL: "red"}
 
 
 def doctor(
+    named: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
     store: StoreOption = None,
     dtype: DtypeOption = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure memory and disk.")
     ] = True,
+    self_check: Annotated[
+        bool,
+        typer.Option(
+            "--self-check",
+            help="Instead, compare a stream with itself, its blocks brought back from each tier.",
+        ),
+    ] = False,
+    device: Annotated[
+        str, typer.Option("--device", help="Where --self-check computes: auto, cpu or cuda.")
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Say what this machine has, what will run where, and what is missing.
 
-    Exits with 1 if something is missing without which nothing runs.
+    Exits with 1 if something is missing without which nothing runs. With --self-check: if a token
+    or its log-probability differs, or if no block came back from a tier.
     """
     output = Output(as_json)
+    model = named if named is not None else model
+    if self_check:
+        check_tiers(model, dtype, device, output)
+        return
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     config = EngineConfig(**given)
     path = chosen_store(model, store, dtype)

@@ -72,21 +72,26 @@ class Feeder:
             start: characters that come before, of `num_chars`.
             num_chars: all characters; `None` if nobody knows.
         """
-        before, num_tokens, rate = self.session.text_chars, 0, 0.0
+        before, num_tokens, num_reused, rate = self.session.text_chars, 0, 0, 0.0
         with ProgressDisplay(self.output, f"reading {what}") as display:
             for progress in self.session.feed(pieces):
                 num_tokens, rate = progress.num_tokens, progress.tokens_per_s
+                num_reused = progress.num_reused
                 done = start + progress.text_chars - before
                 fraction = None if num_chars is None else done / num_chars
                 display.update(fraction, f"{num_tokens:,} tokens, {rate:,.0f} tokens/s")
         read = self.session.text_chars - before
-        self.output.note(f"{what}: {read:,} characters, {num_tokens:,} tokens, {rate:,.0f} per s.")
+        stored = f" ({num_reused:,} of them stored already)" if num_reused else ""
+        self.output.note(
+            f"{what}: {read:,} characters, {num_tokens:,} tokens{stored}, {rate:,.0f} per s."
+        )
         self.output.json(
             {
                 "file": what,
                 "start_char": start,
                 "num_chars": read,
                 "num_tokens": num_tokens,
+                "num_reused": num_reused,
                 "tokens_per_s": rate,
                 "session_tokens": self.session.num_tokens,
             }

@@ -37,6 +37,20 @@ DtypeOption = Annotated[
         show_default="auto",
     ),
 ]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="System prompt of a new session, kept whole.")
+]
+TenantOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant",
+        help="Share blocks with the sessions of this tenant; else nothing is shared.",
+    ),
+]
+SharedPromptOption = Annotated[
+    bool,
+    typer.Option("--shared-prompt", help="Share the blocks of --system with every tenant."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 

@@ -22,7 +22,10 @@ from streamkv.cli.options import (
     EngineOptions,
     JsonOption,
     ModelOption,
+    SharedPromptOption,
     StoreOption,
+    SystemOption,
+    TenantOption,
     YesOption,
     with_engine,
 )
@@ -136,9 +139,9 @@ def feed(
     options: EngineOptions,
     name: NameArgument,
     files: Annotated[list[str], typer.Argument(help="Text files, UTF-8; - is standard input.")],
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt of a new session, kept whole.")
-    ] = None,
+    system: SystemOption = None,
+    tenant: TenantOption = None,
+    shared_prompt: SharedPromptOption = False,
     again: Annotated[
         bool, typer.Option("--again", help="Read files from the start, also if read before.")
     ] = False,
@@ -151,7 +154,7 @@ def feed(
     with (
         resumable(output, f"streamkv session feed {name} ..., the same command"),
         open_engine(options, output) as engine,
-        engine.session(name, system=system) as session,
+        engine.session(name, system=system, tenant=tenant, shared_prompt=shared_prompt) as session,
     ):
         feeder = Feeder(session, options.store, output)
         for file in files:

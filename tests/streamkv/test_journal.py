@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import logging
 import os
 import random
@@ -19,7 +20,7 @@ from streamkv.errors import (
     StoreFormatError,
     StreamKVError,
 )
-from streamkv.journal import Journal, delete_journal
+from streamkv.journal import Journal, delete_journal, read_header
 from streamkv.journal_frames import HEADER_SEED, MAGIC, MAX_PAYLOAD_BYTES, encode_frame
 from streamkv.journal_records import (
     Checkpoint,
@@ -545,6 +546,34 @@ def test_a_journal_is_read_beside_the_process_that_writes_it(tmp_path: Path) -> 
                 reader.append(Given(GivenKind.CALLER, (4,)))
         writer.append(Given(GivenKind.CALLER, (5,)))
         assert writer.ids(0, 4).tolist() == [1, 2, 3, 5]
+
+
+def test_the_header_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "shared.journal"
+    header = dataclasses.replace(HEADER, num_shared_tokens=130)
+    with Journal.create(path, header) as journal:
+        journal.append(Fed("Grüße", 0, (10, 11)), Generated((12, 13, 14, 15)))
+        assert read_header(path) == header, "whoever has it open"
+    with path.open("r+b") as file:
+        file.seek(-20, os.SEEK_END)
+        file.write(bytes(20))
+    assert read_header(path) == header
+    path.write_bytes(b"something else")
+    with pytest.raises(JournalError, match="not a journal"):
+        read_header(path)
+    with pytest.raises(JournalError):
+        read_header(tmp_path / "none.journal")
+
+
+def test_a_header_of_before_there_were_shared_prompts_shares_none(tmp_path: Path) -> None:
+    fields = dataclasses.asdict(HEADER)
+    del fields["num_shared_tokens"]
+    payload = json.dumps(fields | {"journal_version": 1}).encode()
+    path = tmp_path / "old.journal"
+    path.write_bytes(MAGIC + encode_frame(1, payload, len(MAGIC), HEADER_SEED))
+    with Journal.open(path) as journal:
+        assert journal.header == HEADER
+        assert journal.header.num_shared_tokens == 0
 
 
 def test_ids_are_those_of_the_stream_after_rewinds(path: Path) -> None:

@@ -1,8 +1,11 @@
 """Names of all blocks that a stream ever had."""
 
+import pytest
+
 from streamkv.journal_records import Given, GivenKind, Kept, Record, Rewound
 from streamkv.sequence import Sequence
-from streamkv.stream_keys import all_keys
+from streamkv.stream_keys import StreamKeys
+from streamkv.tiers.keys import Salting
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
@@ -16,7 +19,10 @@ def given(*ids: int) -> Given:
 
 
 def keys_of(*records: Record) -> set[BlockKey]:
-    return all_keys(records, ROOT, SIZE, WINDOW)
+    found = StreamKeys(ROOT, SIZE, WINDOW)
+    found.read(records)
+    assert not found.public
+    return found.own
 
 
 def sealed(ids: list[int], kept: tuple[int, int] | None = None) -> set[BlockKey]:
@@ -48,3 +54,30 @@ def test_what_a_rewind_gave_up_is_among_them() -> None:
         given(*ids), given(*[5] * 8), Kept(20, 8), Rewound(20, 0, False), given(*[5] * 8)
     )
     assert kept == sealed([*ids, *[5] * 8], (20, 28)) | sealed([*ids, *[5] * 8])
+
+
+@pytest.mark.parametrize("num_left", [1, 4, 6, 8, 9, 20])
+def test_the_salt_enters_where_a_rewind_left_a_shared_prompt(num_left: int) -> None:
+    ids, salting = list(range(20)), Salting(b"s", 2)
+    changed = [*ids[:num_left], *[99] * (20 - num_left)]
+
+    def seal(sequence: Sequence, ids: list[int]) -> list[BlockKey]:
+        sequence.append(ids)
+        for index in range(len(ids) // SIZE):
+            sequence.table.add(index, index)
+        return [key for _, key in sequence.advance(len(ids))]
+
+    before = seal(Sequence(1, WINDOW, SIZE, ROOT, salting), ids)
+    sequence = Sequence(2, WINDOW, SIZE, ROOT, salting)
+    sequence.give_up_shared(num_left)
+    sequence.restart_at(0, sequence.first_parent, [])
+    after = seal(sequence, changed)
+    other = seal(Sequence(3, WINDOW, SIZE, ROOT, Salting(b"t", 2)), changed)
+    num_public = min(2, num_left // SIZE)
+    assert after[:num_public] == before[:num_public]
+    assert not set(after[num_public:]) & set(other), "what it goes on with is no one else's"
+
+    found = StreamKeys(ROOT, SIZE, WINDOW, salting)
+    found.read([given(*ids), Rewound(num_left, 0, False), given(*changed[num_left:])])
+    assert found.public == set(before[:2])
+    assert found.own == set(before[2:]) | set(after[num_public:])

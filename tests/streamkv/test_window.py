@@ -38,9 +38,9 @@ def test_caps_of_the_first_sink_tokens_are_those_of_a_full_cache() -> None:
     assert [window.sink_cap(token) for token in range(4)] == [1023, 1022, 1021, 1020]
 
 
-def test_added_sink_ranges_merge_where_they_touch() -> None:
+def test_added_sink_ranges_merge_where_they_overlap_and_not_where_they_only_touch() -> None:
     window = Window(64, ((0, 4), (10, 12))).with_sinks(4, 6).with_sinks(11, 15)
-    assert window.sink_ranges == ((0, 6), (10, 15))
+    assert window.sink_ranges == ((0, 4), (4, 6), (10, 15))
     assert window.num_sink_tokens == 11
     assert window.cache_position(10) == 6
 

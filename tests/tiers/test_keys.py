@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from streamkv.errors import InputError
 from streamkv.tiers.keys import (
     AttentionPolicy,
+    Salting,
     child_key,
     is_partial,
     partial_key,
     root_key,
+    salted_key,
+    tenant_salt,
 )
-from streamkv.tiers.spec import KVSpec
+from streamkv.tiers.spec import BlockKey, KVSpec
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 ROOT = root_key(b"weights", SPEC, b"rope", b"")
@@ -149,3 +152,35 @@ def test_num_dense_agrees_with_counting_what_each_token_sees(
     while expected < 16 and sees_everything(first + expected):
         expected += 1
     assert policy.num_dense(first, 16) == expected
+
+
+def chained(salting: Salting, num_blocks: int) -> list[bytes]:
+    """Keys of the first blocks of a stream, the same ids in each."""
+    parent, keys = root_key(b"weights", SPEC, b"rope", salting.root_salt), list[bytes]()
+    for index in range(num_blocks):
+        key = child_key(parent, range(64), b"dense")
+        keys.append(key)
+        parent = salting.after(index, key)
+    return keys
+
+
+def test_the_salt_enters_the_chain_behind_the_shared_blocks() -> None:
+    plain, one, two = (
+        chained(Salting(salt, shared), 5) for salt, shared in ((b"", 0), (b"1", 2), (b"2", 2))
+    )
+    assert plain[:2] == one[:2] == two[:2]
+    assert not {*plain[2:]} & {*one[2:]} and not {*one[2:]} & {*two[2:]}
+    assert one[2] == child_key(salted_key(BlockKey(one[1]), b"1"), range(64), b"dense")
+
+
+def test_without_shared_blocks_the_salt_is_in_every_key() -> None:
+    one, two = chained(Salting(b"1"), 3), chained(Salting(b"2"), 3)
+    assert not {*one} & {*two}
+    assert one == chained(Salting(b"1"), 3)
+    assert chained(Salting(b"1", 5), 3) == chained(Salting(b"", 0), 3)
+
+
+def test_the_salt_of_a_tenant_is_the_same_everywhere_and_not_its_name() -> None:
+    assert tenant_salt("acme").hex() == "cb5f3c170529f27e09f8a825001494fd"
+    assert tenant_salt("acme") != tenant_salt("Acme")
+    assert len({tenant_salt(name) for name in ("", "a", "b", "ab", "ü")}) == 5

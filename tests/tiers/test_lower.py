@@ -23,7 +23,10 @@ from streamkv.tiers.usage import Counters
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float16", block_size=4)
 ROOT = root_key(b"weights", SPEC, b"rope")
 KEYS = [child_key(ROOT, [number] * 4, b"dense") for number in range(40)]
-NAMES = ("demotions", "dropped", "writes", "read_errors", "ssd_disabled")
+NAMES = (
+    *("demotions", "dropped", "writes", "read_errors", "ssd_disabled"),
+    *("cpu_reads", "ssd_reads"),
+)
 
 
 def bytes_of(number: int) -> NDArray[np.uint8]:
@@ -193,6 +196,18 @@ def test_a_read_that_fails_is_a_counted_miss(ssd: SsdTier) -> None:
         assert tiers.read(0) is False
     assert tiers.read(0) is True
     assert tiers.tiers.has_ssd
+
+
+def test_where_a_block_is_and_where_it_was_read_from(ssd: SsdTier) -> None:
+    tiers = below(ssd, 2, Policy("all", watermark=0.0))
+    tiers.put(0)
+    tiers.tiers.flush()
+    tiers.put(1, 2)
+    places = [tiers.tiers.where(KEYS[number]) for number in range(4)]
+    assert places == ["ssd", "cpu", "cpu", None]
+    assert [tiers.read(number) for number in range(4)] == [True, True, True, False]
+    counted = tiers.counters.snapshot()
+    assert (counted["ssd_reads"], counted["cpu_reads"]) == (1, 2)
 
 
 def test_deleting_leaves_no_trace_in_either_tier(ssd: SsdTier) -> None:

@@ -325,6 +325,23 @@ def test_usage_and_counters_are_complete_from_the_start(make_rig: MakeRig) -> No
     }
 
 
+def test_where_tells_the_fastest_tier_that_has_a_block(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2)
+    rig.pass_through(0, 1, 2)
+    live = rig.seal(3)
+    rig.manager.flush()
+    assert [rig.manager.where(rig.key_of(n)) for n in range(5)] == [
+        "ssd",
+        "ssd",
+        "cpu",
+        "gpu",
+        None,
+    ]
+    rig.manager.drop(live)
+    assert rig.manager.where(rig.key_of(3)) == "cpu"
+    assert rig.count("misses") == 0
+
+
 def test_tiers_that_are_not_there_hold_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=None, ssd=False)
     assert rig.manager.usage()["cpu"] == rig.manager.usage()["ssd"] == TierUsage(0, 0, 0)

@@ -45,6 +45,17 @@ def test_a_conversation_goes_on_by_its_name(run: Run, small: list[str]) -> None:
     assert "goes on at token" in run("chat", "parts", *small, stdin="").err
 
 
+def test_a_system_prompt_may_be_shared(run: Run, small: list[str]) -> None:
+    prompt = ["--system", "Answer in one word, and be kind. " * 12, "--shared-prompt"]
+    run("chat", "one", *small, *GREEDY, *prompt, "--tenant", "a", stdin="one\n")
+    ran = run("chat", "two", *small, *GREEDY, *prompt, "--tenant", "b", stdin="/stats\n")
+    assert "reused_tokens" not in ran.out
+    ran = run("chat", "two", *small, *GREEDY, stdin="one\n/stats\n")
+    assert "reused_tokens" in ran.out and "gate_reads" in ran.out
+    ran = run("chat", "none", *small, *GREEDY, "--shared-prompt", stdin="one\n")
+    assert ran.code == 2 and "no system prompt to share" in ran.err
+
+
 def test_the_answer_is_the_engines(run: Run, small: list[str], tiny_model_dir: Path) -> None:
     ran = run("chat", "a", *small, *GREEDY, "--json", stdin="one\n")
     with (

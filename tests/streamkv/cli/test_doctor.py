@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from streamkv.cli import doctor_checks
 from streamkv.cli.doctor_checks import Level, check_machine
 from streamkv.cli.doctor_facts import Machine, cached_models, existing_parent
 from streamkv.cli.doctor_speed import PIECE_BYTES, disk_speed, memory_bytes_per_s
+from streamkv.self_check import Outcome
+from streamkv.tiers.lower import LowerTiers
 
 MACHINE = Machine(
     cpu="Some CPU",
@@ -108,3 +111,37 @@ def test_models_in_the_cache_are_listed(own_cache: Path) -> None:
 
 def test_the_nearest_directory_above_is_looked_at(tmp_path: Path) -> None:
     assert existing_parent(tmp_path / "a" / "b") == tmp_path
+
+
+def test_the_self_check_is_a_table(run: Run, tiny_model_dir: Path) -> None:
+    ran = run("doctor", tiny_model_dir, "--self-check")
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert lines[0].split("  ")[0] == "mode"
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["window", tier] for tier in ("gpu", "cpu", "ssd")
+    ]
+    assert lines[-1].startswith("ok ")
+
+
+def test_the_self_check_fails_when_a_tier_brings_nothing_back(
+    run: Run, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LowerTiers, "read", lambda self, key, block_id: False)
+    ran = run("doctor", "--model", tiny_model_dir, "--self-check", "--json")
+    assert ran.code == 1
+    assert ran.json["ok"] is False
+    problems = {case["tier"]: case["problem"] for case in ran.json["cases"]}
+    assert problems["cpu"].startswith("not exercised") and problems["ssd"] == problems["cpu"]
+
+
+def test_a_self_check_that_differs_is_valid_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Outcome("window", "ssd", 3, 100, 2, math.inf)
+    monkeypatch.setattr("streamkv.self_check.self_check", lambda *_, **__: iter([other]))
+    ran = run("doctor", "--self-check", "--json")
+    assert ran.code == 1
+    [case] = ran.json["cases"]
+    assert case["largest_difference"] is None and case["num_different"] == 2
+    ran = run("doctor", "--self-check")
+    assert ran.code == 1
+    assert "FAIL  window, ssd: 2 of 100 tokens differ." in ran.out

@@ -91,6 +91,22 @@ def test_feeding_reads_everything_once(run: Run, small: list[str], store: Path, 
     assert fed_text(store) == 2 * book.read_text()
 
 
+def test_sessions_of_a_tenant_read_a_file_once_for_all(
+    run: Run, small: list[str], tmp_path: Path
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+    run("session", "feed", "a", long, *small, "--tenant", "acme")
+    ran = run("session", "feed", "b", long, *small, "--tenant", "acme", "--json")
+    assert ran.json["num_reused"] == (ran.json["session_tokens"] - 1) // 64 * 64 > 0
+    ran = run("session", "feed", "c", long, *small, "--tenant", "acme")
+    assert f"{long}: 1,800 characters, " in ran.err and " of them stored already), " in ran.err
+    ran = run("session", "feed", "d", long, *small, "--tenant", "other", "--json")
+    assert ran.json["num_reused"] == 0
+    ran = run("session", "feed", "a", long, *small, "--tenant", "other")
+    assert ran.code != 0 and "not created for tenant 'other'" in ran.err
+
+
 def test_a_file_that_has_grown_goes_on_where_it_ended(
     run: Run, small: list[str], store: Path, book: Path
 ) -> None:

@@ -1,0 +1,108 @@
+"""The self-check passes on real tiers, and fails when one of them brings back something else."""
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamkv.self_check import (
+    CONFIG,
+    GENERATED_A_PART,
+    NUM_PARTS,
+    TIERS,
+    Group,
+    Outcome,
+    self_check,
+    texts,
+)
+from streamkv.tiers.lower import LowerTiers
+from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
+
+QUIET = dataclasses.replace(CONFIG, compile="off")
+
+
+def check(model: Path, *tiers: str) -> dict[str, Outcome]:
+    """Outcomes of some tiers, by tier."""
+    group = Group("window", cases=[case for case in TIERS if case.tier in tiers])
+    return {outcome.tier: outcome for outcome in self_check(str(model), QUIET, [group])}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary directories are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_every_tier_brings_back_what_was_computed(tiny_model_dir: Path, temporary: Path) -> None:
+    said: list[str] = []
+    outcomes = list(self_check(str(tiny_model_dir), QUIET, on_progress=said.append))
+    assert [outcome.tier for outcome in outcomes] == ["gpu", "cpu", "ssd"]
+    assert [outcome.problem for outcome in outcomes] == ["", "", ""]
+    gpu, cpu, ssd = outcomes
+    assert gpu.num_tokens == NUM_PARTS * GENERATED_A_PART
+    assert cpu.num_tokens == ssd.num_tokens > 8 * QUIET.window_size
+    # Resumed at block boundaries, the steps are the same: so are the results, bit for bit.
+    assert cpu.largest_difference == ssd.largest_difference == 0.0
+    assert min(outcome.num_blocks for outcome in outcomes) >= NUM_PARTS
+    assert len(said) == 4
+    assert list(temporary.iterdir()) == [], "a temporary store was left behind"
+
+
+def test_the_stream_is_the_same_always() -> None:
+    assert texts() == texts()
+    assert len(texts()) == NUM_PARTS
+    assert texts()[0].startswith("uied ie atna")
+
+
+def flipping(real: Callable[..., bool]) -> Callable[..., bool]:
+    """`TierManager.restore`, after which the sign of some numbers of the block is another one."""
+
+    def restore(self: TierManager, key: BlockKey, block_id: int) -> bool:
+        found = real(self, key, block_id)
+        if found:
+            bytes_ = self._transfer._gpu_pool.block_bytes(block_id)
+            bytes_[3:4096:4] ^= 0x80
+        return found
+
+    return restore
+
+
+@pytest.mark.parametrize("tier", ["gpu", "cpu", "ssd"])
+def test_bytes_that_change_on_the_way_are_found(
+    tiny_model_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    monkeypatch.setattr(TierManager, "restore", flipping(TierManager.restore))
+    outcome = check(tiny_model_dir, tier)[tier]
+    assert outcome.num_blocks > 0
+    assert outcome.num_different > 0
+    assert outcome.largest_difference > 1e-3
+    assert "tokens differ" in outcome.problem
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_tier_that_brings_nothing_back_was_not_checked(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LowerTiers, "read", lambda self, key, block_id: False)
+    outcome = check(tiny_model_dir, "ssd")["ssd"]
+    assert outcome.num_different == 0, "computing all of it anew is right, too"
+    assert outcome.num_blocks == 0
+    assert "not exercised" in outcome.problem
+
+
+@pytest.mark.parametrize(
+    ("outcome", "problem"),
+    [
+        (Outcome("window", "cpu", 3, 100, 0, 1e-6), ""),
+        (Outcome("window", "cpu", 3, 100, 2, math.inf), "2 of 100 tokens differ"),
+        (Outcome("window", "cpu", 0, 100, 0, 0.0), "not exercised"),
+        (Outcome("window", "cpu", 3, 0, 0, 0.0), "nothing was compared"),
+    ],
+)
+def test_what_is_wrong_is_said(outcome: Outcome, problem: str) -> None:
+    assert outcome.problem.startswith(problem) if problem else outcome.problem == ""
