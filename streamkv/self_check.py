@@ -23,7 +23,7 @@ from streamkv.session import Session
 
 NUM_PARTS = 6
 WORDS_A_PART = 120
-GENERATED_A_PART = 24
+GENERATED_A_PART = 12
 SEED = 7
 NAME = "self-check"
 
