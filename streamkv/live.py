@@ -147,12 +147,16 @@ class LiveStream:
 
     def _text(self, start: int, end: int) -> str:
         try:
-            ids = self.past.ids(start, end)
+            return self._decoded(start, end)
         except SessionError:
             # Too long for a session without a store to remember.
             return ""
-        decoder = self.tokenizer.decoder(previous=[])
-        return "".join(decoder.push(int(token_id)) for token_id in ids)
+
+    def _decoded(self, start: int, end: int) -> str:
+        """The text of some tokens of the stream."""
+        past = self.past
+        decoder = self.tokenizer.decoder(previous=past.ids(max(0, start - 8), start).tolist())
+        return "".join(decoder.push(token_id) for token_id in past.ids(start, end).tolist())
 
     def rewind(self, token_index: int) -> None:
         """End the stream at `token_index` again; nothing of it may be under way.
@@ -190,14 +194,8 @@ class LiveStream:
         marks = self.memory.marks
         if self.journal is not None:
             marks = TextMarks.of(self.journal.scan())
-        mark, past = marks.at(token_index), self.past
-
-        def decode(start: int, end: int) -> str:
-            before = past.ids(max(0, start - 8), start).tolist()
-            decoder = self.tokenizer.decoder(previous=before)
-            return "".join(decoder.push(token_id) for token_id in past.ids(start, end).tolist())
-
-        text_chars = text_chars_at(mark, token_index, decode)
+        mark = marks.at(token_index)
+        text_chars = text_chars_at(mark, token_index, self._decoded)
         return Rewound(token_index, text_chars, mark.has_turns)
 
     def recovery(self) -> Recovery:

@@ -62,6 +62,16 @@ class RecallSchedule:
         leaving = -(-window.first_visible(last_query) // size)
         return min(max(gone, min(leaving, self.num_blocks)), num_sealed)
 
+    def first_within(self, token_index: int, trained_length: int) -> int:
+        """The first block that no query of a choice is farther from than a model was trained for.
+
+        Args:
+            token_index: of the first query that the choice is for.
+            trained_length: largest distance in use, plus one.
+        """
+        last_query = token_index + 2 * self.stride - 1
+        return -(-max(0, last_query - trained_length + 1) // self._block_size)
+
     def put(self, choice: Choice) -> None:
         """A choice was made; one for the same or a later token gives way to it."""
         while self._choices and self._choices[-1].token_index >= choice.token_index:

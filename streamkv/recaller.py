@@ -5,8 +5,8 @@
     an answer begins       they choose for the next token on
     a choice is due        blocks that are chosen no more are given back, the others restored
 
-A block that no tier has any more is absent: counted, never an answer. Only the engine's thread
-comes here.
+A block that no tier has any more is absent: counted, never an answer. One thread at a time comes
+here for a sequence: the engine's, or who holds the session while nothing of it is under way.
 """
 
 import secrets
@@ -108,8 +108,10 @@ class Recaller:
         return copied.queries
 
     def rewind(self, sequence: Sequence) -> None:
-        """The stream ends earlier now."""
+        """The stream ends earlier now; what was recalled may lie beyond that."""
         stream = self._streams[sequence]
+        self._install(sequence, stream, ())
+        stream.attended.clear()
         stream.index.truncate(sequence.num_computed // sequence.block_size)
         stream.queries.clear()
         stream.schedule.clear(sequence.num_computed)
@@ -167,10 +169,6 @@ class Recaller:
         stream = self._streams.get(sequence)
         return sorted(stream.attended) if stream is not None else []
 
-    def num_bytes(self) -> int:
-        """Of all digests."""
-        return sum(stream.index.num_bytes for stream in self._streams.values())
-
     def give_back(self, sequence: Sequence) -> None:
         """Give back what is recalled now; the next choice brings blocks again."""
         stream = self._streams.get(sequence)
@@ -210,25 +208,22 @@ class Recaller:
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
             return
-        window, options = sequence.window, self.options
-        distance = farthest(
-            options.policy, window.window_size, stream.schedule.num_blocks, sequence.block_size
-        ) or farthest("far", window.window_size, 1, sequence.block_size)
-        first_block = 0
-        if options.policy == "absolute":
-            last_query = token_index + 2 * stream.schedule.stride - 1
-            unseen = max(0, last_query - self._adapter.trained_length + 1)
-            first_block = -(-unseen // sequence.block_size)
+        schedule, window, size = stream.schedule, sequence.window, sequence.block_size
+        policy, first_block = self.options.policy, 0
+        if policy == "absolute":
+            first_block = schedule.first_within(token_index, self._adapter.trained_length)
+            # True distances differ by block; all are scored as just beyond the window.
+            policy = "far"
         blocks = stream.index.choose(
             queries,
             first_block,
-            stream.schedule.candidates(window, token_index, len(stream.index)),
-            stream.schedule.num_blocks,
-            distance,
+            schedule.candidates(window, token_index, len(stream.index)),
+            schedule.num_blocks,
+            farthest(policy, window.window_size, schedule.num_blocks, size),
             self._rope,
             list(self._adapter.scales),
         )
-        stream.schedule.put(Choice(token_index, blocks))
+        schedule.put(Choice(token_index, blocks))
 
     def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled
@@ -256,8 +251,12 @@ class Recaller:
             self._tiers.share(block_id)
             return block_id
         block_id = self._tiers.allocate()
-        if self._tiers.restore(key, block_id):
-            return block_id
+        try:
+            if self._tiers.restore(key, block_id):
+                return block_id
+        except BaseException:
+            self._tiers.free(block_id)
+            raise
         self._tiers.free(block_id)
         self.num_absent += 1
         return None

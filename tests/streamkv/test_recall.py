@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
-from streamkv.errors import ConfigError
+from streamkv.errors import ConfigError, StoreError
 
 WINDOW_SIZE, STRIDE = 192, 64
 NUM_TOKENS = 900
@@ -103,11 +103,9 @@ def test_an_answer_attends_to_what_the_question_chose(tiny_model_dir: Path) -> N
         ids = some_ids()
         for each in told:
             assert each.end - each.start == 64 and each.end <= NUM_TOKENS - WINDOW_SIZE
-            assert (
-                each.text
-                == "".join(map(engine.tokenizer.decoder().push, ids[each.start : each.end]))
-                or each.text
-            )
+            before = ids[max(0, each.start - 8) : each.start]
+            decoder = engine.tokenizer.decoder(previous=before)
+            assert each.text == "".join(map(decoder.push, ids[each.start : each.end]))
         session.set_mode("window")
         assert session.mode == "window"
         assert len(session._live.sequence.table.recalled) == 0
@@ -172,6 +170,46 @@ def test_a_rewound_session_recalls_only_what_is_left(tiny_model_dir: Path) -> No
         session.generate(GREEDY).run()
         told = session.attended()
         assert told and all(each.end <= 600 - WINDOW_SIZE + 64 for each in told)
+        engine._tiers.check_integrity()
+
+
+def test_a_rewind_leaves_nothing_recalled_of_what_it_gave_up(tiny_model_dir: Path) -> None:
+    """The blocks of those token indices are others from now on."""
+    with Engine(str(tiny_model_dir), options()) as engine:
+        session = engine.session("one")
+        session.feed([some_ids()]).run()
+        session.generate(GREEDY).run()
+        recalled = session._live.sequence.table.recalled
+        assert max(recalled) * 64 >= 200
+        session.rewind(200)
+        assert session.attended() == [] and len(recalled) == 0
+        assert session.mode == "recall"
+        fresh = engine.session("fresh")
+        fresh.feed([some_ids(200)]).run()
+        more = some_ids(500, seed=11)
+        assert scores(session, more, 64) == pytest.approx(scores(fresh, more, 64), abs=1e-4)
+
+
+def test_a_read_that_fails_leaves_no_block_without_an_owner(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(str(tiny_model_dir), options()) as engine:
+        session = engine.session("one")
+        session.feed([some_ids()]).run()
+        session.set_mode("window")
+        engine._tiers.flush()
+        held = num_used(engine)
+
+        def fails(*_: object) -> bool:
+            raise StoreError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._tiers, "restore", fails)
+            session.set_mode("recall")
+            with pytest.raises(StoreError, match="the disk is gone"):
+                session.generate(GREEDY).run()
+        assert num_used(engine) == held
+        assert len(list(session.generate(GREEDY))) == 20
         engine._tiers.check_integrity()
 
 

@@ -75,7 +75,16 @@ def test_while_all_can_be_recalled_what_is_leaving_is_a_candidate_too() -> None:
         found = made.candidates(window, token_index, 1000)
         last_query = token_index + 2 * 64 - 1
         left = {token // B for token in range(max(0, last_query - 200 + 1))}
-        assert found == min(len(left), 8) or found > 8
+        gone = sum((block + 1) * B <= window.first_visible(token_index) for block in range(20))
+        assert found == (gone if gone > 8 else min(len(left), 8))
+
+
+def test_no_query_is_farther_from_a_block_than_the_trained_length() -> None:
+    made = schedule(stride=64)
+    for token_index in range(0, 2000, 13):
+        last_query = token_index + 2 * 64 - 1
+        within = [block for block in range(60) if last_query - block * B < 500]
+        assert made.first_within(token_index, 500) == within[0]
 
 
 def test_only_sealed_blocks_are_candidates() -> None:
