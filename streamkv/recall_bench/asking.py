@@ -56,20 +56,16 @@ def ask(
     recall_blocks: int = 0,
     on_tokens: OnTokens = lambda num_tokens: None,
 ) -> Iterator[Answer]:
-    """Read the stream of a question and answer it in each mode of `reading`.
-
-    A stream is read once if sessions can fork, else once for each mode.
-    """
-    left = list(reading.modes)
-    while left:
-        with _read(engine, question, reading.fed_in, recall_blocks, on_tokens) as (session, read):
-            while modes.can_fork(session) and len(left) > 1:
-                copy = modes.fork(session, NAME + " copy")
-                try:
-                    yield _answer(copy, question, left.pop(0), read, recall_blocks)
-                finally:
-                    copy.delete()
-            yield _answer(session, question, left.pop(0), read, recall_blocks)
+    """Read the stream of a question once and answer it in each mode of `reading`."""
+    with _read(engine, question, reading.fed_in, recall_blocks, on_tokens) as (session, read):
+        *others, last = reading.modes
+        for mode in others:
+            copy = session.fork(NAME + " copy")
+            try:
+                yield _answer(copy, question, mode, read, recall_blocks)
+            finally:
+                copy.delete()
+        yield _answer(session, question, last, read, recall_blocks)
 
 
 @contextmanager
@@ -135,15 +131,9 @@ def _has_left_window(session: Session, question: Question, first_index: int) -> 
 
 
 def _recalled_blocks(session: Session) -> set[int] | None:
-    ranges = modes.recalled_ranges(session)
-    if ranges is None:
+    if session.mode != "recall":
         return None
-    return {
-        block
-        for recalled in ranges
-        if recalled
-        for block in range(recalled.start // BLOCK_SIZE, (recalled.stop - 1) // BLOCK_SIZE + 1)
-    }
+    return {recalled.start // BLOCK_SIZE for recalled in session.attended()}
 
 
 def _wait_for_device() -> None:

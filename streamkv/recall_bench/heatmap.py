@@ -90,7 +90,7 @@ def caption(setting: Mapping[str, Any]) -> str:
 def has_matplotlib() -> bool:
     """Whether a picture can be drawn."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401  # only whether it is there
     except ImportError:
         return False
     return True

@@ -104,34 +104,8 @@ def dense_config(config: EngineConfig, num_tokens: int) -> EngineConfig:
 
 
 def switch(session: Session, mode: str, recall_blocks: int) -> None:
-    """Put a session into a mode; one of a build without modes stays as it is."""
+    """Put a session into a mode; one of a `dense` engine stays as it is."""
     if mode == RECALL:
         session.set_mode("recall", recall_blocks)
     elif mode == WINDOW:
         session.set_mode("window")
-
-
-def can_fork(session: Session) -> bool:
-    """Whether a stream that was read once can be answered from several times."""
-    return hasattr(session, "fork")
-
-
-def fork(session: Session, name: str) -> Session:
-    """A session that goes on from the same stream."""
-    made: Session = getattr(session, "fork")(name)  # noqa: B009  not in every build
-    return made
-
-
-def recalled_ranges(session: Session) -> list[range] | None:
-    """Token ranges recalled for the last answer; `None` where the session does not say."""
-    if not hasattr(session, "attended"):
-        return None
-    told: Any = getattr(session, "attended")()  # noqa: B009  not in every build
-    return [_range_of(item) for item in told]
-
-
-def _range_of(item: Any) -> range:
-    """A recalled range: with `start` and `end`, or a tuple that begins with them."""
-    if hasattr(item, "start") and hasattr(item, "end"):
-        return range(item.start, item.end)
-    return range(item[0], item[1])
