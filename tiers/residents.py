@@ -87,7 +87,7 @@ class Residents:
         self._keys[block_id] = key
         self._blocks.setdefault(key, set()).add(block_id)
 
-    def num_owners(self, block_id: int) -> int:
+    def ref_count(self, block_id: int) -> int:
         """Sequences that a block belongs to."""
         return (block_id in self._owned) + self._sharers.get(block_id, 0)
 

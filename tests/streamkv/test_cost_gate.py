@@ -36,7 +36,7 @@ def test_reading_is_chosen_as_long_as_nothing_was_computed() -> None:
 )
 def test_the_faster_way_is_chosen(num_tokens: int, num_bytes: dict[str, int], reads: bool) -> None:
     gate = gate_at(tokens_per_s=2000, ssd_bytes_per_s=1e9)
-    assert gate.chooses_reading(num_tokens, num_bytes) is reads  # type: ignore[arg-type]
+    assert gate.chooses_reading(num_tokens, num_bytes) is reads  # type: ignore[arg-type]  # names of tiers
     assert gate.counters() == {"gate_reads": int(reads), "gate_computes": int(not reads)}
 
 

@@ -147,7 +147,7 @@ def test_a_prompt_marked_shared_is_computed_once_for_all(
 def test_sharers_are_kept_with_the_session(engine: Engine, name: str) -> None:
     engine.session(name, tenant=f"{name} one", system=SYSTEM, shared_prompt=True).close()
     for asked in ({}, {"tenant": f"{name} one"}, {"shared_prompt": True}):
-        engine.session(name, **asked).close()  # type: ignore[arg-type]
+        engine.session(name, **asked).close()  # type: ignore[arg-type]  # of either type
     with pytest.raises(SessionError, match="not created for tenant"):
         engine.session(name, tenant=f"{name} two")
     with pytest.raises(SessionError, match="another system prompt"):
@@ -184,7 +184,7 @@ def test_sharers_that_are_none_are_refused(
     engine: Engine, name: str, asked: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(InputError, match=problem):
-        engine.session(name, **asked)  # type: ignore[arg-type]
+        engine.session(name, **asked)  # type: ignore[arg-type]  # of either type
     assert name not in engine.session_names()
 
 
@@ -350,9 +350,9 @@ def damage(engine: Engine, doomed: Callable[[int], bool], session: Session) -> i
     def fetch(key: BlockKey, *more: object) -> object:
         if key in bad:
             raise BadRecordError("damaged by a test")
-        return real(key, *more)  # type: ignore[arg-type]
+        return real(key, *more)  # type: ignore[arg-type]  # handed on
 
-    reader._fetch = fetch  # type: ignore[method-assign, assignment]
+    reader._fetch = fetch  # type: ignore[method-assign, assignment]  # for some blocks
     return len(bad)
 
 

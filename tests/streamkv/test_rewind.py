@@ -143,7 +143,7 @@ def test_a_generation_left_in_the_middle_ends_first(engine: Engine) -> None:
         next(answer)
     again = generated(session)
     assert again[:2] == first[1:]
-    assert_goes_on_like(session, engine, [*some_ids(130), first[0], *again])  # type: ignore[list-item]
+    assert_goes_on_like(session, engine, [*some_ids(130), first[0], *again])  # type: ignore[list-item]  # ids
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,12 @@ def test_a_shared_block_leaves_with_its_last_owner() -> None:
     residents.seal(block_id, A)
     residents.share(block_id)
     residents.share(block_id)
-    assert (residents.num_owners(block_id), blocks.ref_count(block_id)) == (3, 3)
+    assert (residents.ref_count(block_id), blocks.ref_count(block_id)) == (3, 3)
     residents.hold(block_id)
     residents.check_integrity()
     for num_left in (2, 1):
         assert residents.give_back(block_id) == A
-        assert residents.num_owners(block_id) == num_left
+        assert residents.ref_count(block_id) == num_left
         assert (residents.find(A), residents.num_users(A), residents.num_leaving) == (
             block_id,
             1,
