@@ -63,8 +63,8 @@ def recall(
         str | None,
         typer.Option(
             "--modes",
-            help="window: sinks and window; recall: and some old blocks; full: and all of them; "
-            "dense: a window that holds everything.",
+            help="window: sink tokens and window; recall: and some old blocks; dense: a window "
+            "that holds everything.",
             show_default="all that this build has",
         ),
     ] = None,

@@ -35,11 +35,12 @@ def require_modes(modes: Sequence[str], feed_in: str) -> None:
     Raises:
         ConfigError: an unknown mode, none, or one that this build does not have.
     """
+    remedy = f"Use some of {', '.join(modes_of_build())}."
     if not modes:
-        raise ConfigError("modes", "", "no mode", f"Use some of {', '.join(MODES)}.")
+        raise ConfigError("modes", "", "no mode", remedy)
     for mode in modes:
         if mode not in MODES:
-            raise ConfigError("modes", mode, "not a mode", f"Use some of {', '.join(MODES)}.")
+            raise ConfigError("modes", mode, "not a mode", remedy)
     if feed_in not in FEED_IN:
         remedy = f"Use one of {', '.join(FEED_IN)}."
         raise ConfigError("feed_in", feed_in, "not a mode to read in", remedy)

@@ -168,7 +168,7 @@ def test_without_data_it_says_what_text_it_is(
         (["--depths", "0.5,1.5"], "depths=1.5: outside 0 to 1. Use numbers from 0"),
         (["--depths", "nan"], "depths=nan: outside 0 to 1"),
         (["--questions", "0"], "questions=0: out of range"),
-        (["--modes", "window,far"], "modes='far': not a mode. Use some of window, recall, full"),
+        (["--modes", "window,far"], "modes='far': not a mode. Use some of window, recall, dense"),
         (["--feed-in", "full"], "feed_in='full': not a mode to read in"),
         (["--recall-blocks", "-1"], "recall_blocks=-1: out of range"),
         (["--window-size", "12"], "window_size=12: smaller than one block"),
