@@ -109,6 +109,14 @@ class BlockTable:
         self._version += 1
         return self._blocks.pop(block_index)
 
+    def take_from(self, block_index: int) -> list[LiveBlock]:
+        """Remove and return the blocks from `block_index` on."""
+        taken = [block for index, block in self._blocks.items() if index >= block_index]
+        for block in taken:
+            del self._blocks[block.block_index]
+        self._version += bool(taken)
+        return taken
+
     def take_all(self) -> list[LiveBlock]:
         """Remove and return every block."""
         blocks = list(self._blocks.values())

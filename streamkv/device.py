@@ -13,8 +13,10 @@ from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
+from streamkv.head_measuring import find_retrieval_heads
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root
+from streamkv.model_files import OnProgress
 from streamkv.recaller import Recaller, RecallOptions
 from streamkv.runner import Runner
 from streamkv.sizing import table_capacity
@@ -24,6 +26,7 @@ from streamkv.tiers.manager import TierManager
 from streamkv.tiers.pinning import CudaPageLock
 from streamkv.tiers.spec import KVSpec
 from streamkv.tiers.transfer import Transfer
+from streamkv.tokenizer import Tokenizer
 
 Device = Literal["cpu", "cuda"]
 
@@ -91,13 +94,19 @@ def make_cpu_pool(spec: KVSpec, num_bytes: int, device: torch.device) -> CpuPool
 
 
 def make_recaller(
-    adapter: ModelAdapter, pool: GpuPool, tiers: TierManager, config: EngineConfig
+    adapter: ModelAdapter,
+    tokenizer: Tokenizer,
+    pool: GpuPool,
+    tiers: TierManager,
+    config: EngineConfig,
+    on_progress: OnProgress | None = None,
 ) -> Recaller | None:
     """What brings old blocks back, if the options ask for it."""
     if config.recall_blocks == 0:
         return None
+    heads = find_retrieval_heads(adapter, tokenizer, on_progress)
     options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
-    return Recaller(adapter, pool.data, tiers, options)
+    return Recaller(adapter, pool.data, tiers, heads, options)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:

@@ -1,8 +1,10 @@
 """The digests of a stream's sealed blocks, and which of them to recall.
 
-One row for each sealed block, in the order of the stream, of 16-bit numbers on the pool's device.
+One digest for each sealed block, in the order of the stream, in 16 bits on the pool's device.
 What is chosen depends only on what is in the index and on the queries, not on where blocks lie.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +20,16 @@ class DigestIndex:
     """Digests by block index.
 
     Args:
+        num_rows: KV heads of a digest.
         spec: layout of a block.
         device: of the pool.
     """
 
-    def __init__(self, spec: KVSpec, device: torch.device | str) -> None:
-        self._shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    def __init__(self, num_rows: int, spec: KVSpec, device: torch.device | str) -> None:
+        self._shape = (num_rows, spec.block_size, spec.head_dim)
         self._keys: list[BlockKey | None] = []
-        self._rows = torch.empty(_FIRST_ROWS, *self._shape, dtype=torch.float16, device=device)
+        dtype = torch.float16 if spec.dtype == "float32" else getattr(torch, spec.dtype)
+        self._rows = torch.empty(_FIRST_ROWS, *self._shape, dtype=dtype, device=device)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -44,7 +48,7 @@ class DigestIndex:
 
         Args:
             key: `None` for a block that cannot be found again: it is never chosen.
-            digest: [num_layers, num_kv_heads, head_dim], given if the key is.
+            digest: [num_rows, block_size, head_dim], given if the key is.
         """
         assert (key is None) == (digest is None)
         if len(self) == self._rows.shape[0]:
@@ -52,8 +56,10 @@ class DigestIndex:
             more[: len(self)] = self._rows
             self._rows = more
         if digest is not None:
-            # A 16-bit number has an end; no key of a sound model comes near it.
-            self._rows[len(self)] = digest.clamp(-65504.0, 65504.0)
+            if self._rows.dtype == torch.float16:
+                # It has an end; no key of a sound model comes near it.
+                digest = digest.clamp(-65504.0, 65504.0)
+            self._rows[len(self)] = digest
         self._keys.append(key)
 
     def truncate(self, num_blocks: int) -> None:
@@ -74,17 +80,18 @@ class DigestIndex:
         first_block: int,
         end_block: int,
         num_blocks: int,
+        rows: Sequence[int],
         distance: int,
         rope: RopeTables,
-        scales: list[float],
+        scales: Sequence[float],
     ) -> tuple[int, ...]:
         """Indices of the blocks that the queries would look at most, ascending.
 
         Args:
-            queries: [num_layers, T, num_q_heads, head_dim], un-rotated.
+            queries: [heads, T, head_dim], un-rotated.
             first_block, end_block: only blocks from the one on and before the other.
             num_blocks: how many, fewer if there are not so many.
-            distance, rope, scales: as `block_weights` takes them.
+            rows, distance, rope, scales: as `block_weights` takes them.
         """
         blocks = range(first_block, min(end_block, len(self)))
         candidates = [index for index in blocks if self._keys[index] is not None]
@@ -94,7 +101,7 @@ class DigestIndex:
             digests = self._rows[first_block:end_block]
         else:
             digests = self._rows[torch.tensor(candidates, device=self._rows.device)]
-        weights = block_weights(queries, digests, distance, rope, scales)
+        weights = block_weights(queries, digests, rows, distance, rope, scales)
         # On a tie the earlier block, wherever this runs.
         order = weights.sort(descending=True, stable=True).indices[:num_blocks]
         return tuple(sorted(candidates[place] for place in order.tolist()))

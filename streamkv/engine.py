@@ -96,7 +96,7 @@ class Engine:
             self._adapter.spec, num_gpu_blocks(self.config, self._adapter.spec), device
         )
         self._store = Store.open(self.config, self._adapter)
-        self._open_tiers()
+        self._open_tiers(on_progress)
 
     def _keep_from_collector(self) -> None:
         """Keep what is loaded now out of Python's garbage collections.
@@ -107,7 +107,7 @@ class Engine:
         gc.collect()
         gc.freeze()
 
-    def _open_tiers(self) -> None:
+    def _open_tiers(self, on_progress: Callable[[str], None] | None) -> None:
         with contextlib.ExitStack() as opened:
             # Whatever fails to open leaves no lock and no thread behind.
             if self._store is not None:
@@ -130,7 +130,14 @@ class Engine:
             opened.callback(self._tiers.close)
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
-            recaller = make_recaller(self._adapter, self._gpu_pool, self._tiers, self.config)
+            recaller = make_recaller(
+                self._adapter,
+                self._tokenizer,
+                self._gpu_pool,
+                self._tiers,
+                self.config,
+                on_progress,
+            )
             metered = MeteredRunner(self._runner, self._sharing.gate)
             self._executor = Executor(metered, self._tiers, recaller)
             self._loop.drive(self._executor)

@@ -2,7 +2,9 @@
 
 A choice has a lag in tokens, never in time: what is chosen at a multiple b of the stride, from the
 queries before it, is attended by the tokens [b + stride, b + 2 * stride), so that a disk has a
-whole stride to deliver. At the start of an answer a choice is made for the next token on.
+whole stride to deliver. At the start of an answer a choice is made at once, and the last tokens
+before the answer are computed again with it: a question that attended to nothing old would have
+told the answer nothing of it.
 
 Candidates are sealed blocks that have left the window of every query that the choice is for; where
 there are no more of these than may be chosen, also the blocks that are still leaving, so that
@@ -13,6 +15,19 @@ from collections import deque
 from typing import NamedTuple
 
 from streamkv.window import Window
+
+QUESTION_TOKENS = 64
+"""Tokens before an answer that are computed again with its choice, up to a block's more."""
+
+
+def question_start(num_computed: int, block_size: int) -> int:
+    """The token from which on a stream is computed again when an answer begins."""
+    return max(0, num_computed - QUESTION_TOKENS) // block_size * block_size
+
+
+def question_tokens(block_size: int) -> int:
+    """Tokens that are computed again at most, rounded up to blocks."""
+    return -(-QUESTION_TOKENS // block_size) * block_size + block_size
 
 
 class Choice(NamedTuple):
@@ -84,6 +99,10 @@ class RecallSchedule:
         while self._choices and self._choices[0].token_index <= token_index:
             taken = self._choices.popleft()
         return taken
+
+    def has_blocks_at(self, token_index: int) -> bool:
+        """Whether a choice that is for `token_index` and not taken yet names any block."""
+        return any(c.blocks for c in self._choices if c.token_index == token_index)
 
     def copy(self) -> "RecallSchedule":
         """The same for a fork."""

@@ -2,7 +2,7 @@
 
     a block is sealed      its digest joins the sequence's index
     a stride has passed    the newest queries choose, for the tokens one stride later
-    an answer begins       they choose for the next token on
+    an answer begins       they choose, and what was asked is computed again with the choice
     a choice is due        blocks that are chosen no more are given back, the others restored
 
 A block that no tier has any more is absent: counted, never an answer. One thread at a time comes
@@ -20,8 +20,9 @@ from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.recall_schedule import Choice, RecallSchedule, question_start
 from streamkv.recalled import PositionPolicy, farthest
+from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 
@@ -59,6 +60,7 @@ class Recaller:
         adapter: the model.
         pool: the gpu pool's blocks.
         tiers: where blocks are.
+        heads: that choose.
         options: how sessions recall.
 
     Attributes:
@@ -67,24 +69,32 @@ class Recaller:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, pool: Tensor, tiers: TierManager, options: RecallOptions
+        self,
+        adapter: ModelAdapter,
+        pool: Tensor,
+        tiers: TierManager,
+        heads: RetrievalHeads,
+        options: RecallOptions,
     ) -> None:
         self.options = options
         self.num_absent = 0
         self._adapter = adapter
         self._pool = pool
         self._tiers = tiers
+        self._heads = heads
+        self._kv_heads = torch.tensor(heads.kv_heads, device=pool.device)
+        self._scales = [adapter.scales[head.layer] for head in heads.heads]
         self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
         self._streams: dict[Sequence, _Stream] = {}
 
     def open(self, sequence: Sequence) -> ObservedQueries:
         """Digest a new sequence from its first block on; returns who is to see its queries."""
-        adapter, options = self._adapter, self.options
-        shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
-        queries = ObservedQueries(*shape, self._pool.device)
+        adapter, options, device = self._adapter, self.options, self._pool.device
+        queries = ObservedQueries(self._heads, adapter.head_dim, device)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
-        index = DigestIndex(adapter.spec, self._pool.device)
+        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, device)
         self._streams[sequence] = _Stream(index, queries, schedule)
+        sequence.goes_back = True
         return queries
 
     def fork(self, sequence: Sequence, forked: Sequence) -> ObservedQueries:
@@ -137,11 +147,29 @@ class Recaller:
             self._install(sequence, stream, ())
 
     def choose_now(self, sequence: Sequence) -> None:
-        """An answer begins: choose for the next token on."""
+        """An answer begins: choose, and have what was asked computed again with the choice."""
         stream = self._streams.get(sequence)
-        if stream is not None and stream.is_on:
-            stream.attended.clear()
-            self._choose(sequence, stream, sequence.num_computed)
+        if stream is None or not stream.is_on:
+            return
+        stream.attended.clear()
+        token_index = question_start(sequence.num_computed, sequence.block_size)
+        if not sequence.can_go_back(token_index):
+            token_index = sequence.num_computed
+        self._choose(sequence, stream, token_index)
+        if token_index < sequence.num_computed and stream.schedule.has_blocks_at(token_index):
+            self._go_back(sequence, stream, token_index)
+
+    def _go_back(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
+        """Compute the tokens from `token_index` on again."""
+        for block in sequence.go_back(token_index):
+            if block.key is None:
+                self._tiers.free(block.block_id)
+            else:
+                self._tiers.drop(block.block_id)
+        stream.index.truncate(token_index // sequence.block_size)
+        # The same tokens after the same tokens: only the salt tells what attended to what.
+        self._name_apart(sequence)
+        self._set_boundary(sequence, stream)
 
     def before_step(self, sequence: Sequence, start: int) -> None:
         """Bring back what the tokens from `start` on attend to.
@@ -202,7 +230,8 @@ class Recaller:
                 continue
             block = sequence.table[block_index]
             ids = torch.tensor([block.block_id], device=self._pool.device)
-            stream.index.append(block.key, block_digests(self._pool, ids)[0])
+            digest = block_digests(self._pool, ids, self._kv_heads)[0]
+            stream.index.append(block.key, digest)
 
     def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         queries = stream.queries.before(sequence.num_computed)
@@ -219,9 +248,10 @@ class Recaller:
             first_block,
             schedule.candidates(window, token_index, len(stream.index)),
             schedule.num_blocks,
+            self._heads.rows,
             farthest(policy, window.window_size, schedule.num_blocks, size),
             self._rope,
-            list(self._adapter.scales),
+            self._scales,
         )
         schedule.put(Choice(token_index, blocks))
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence as Ids
 from itertools import islice
 from typing import NamedTuple
 
-from streamkv.block_table import BlockTable
+from streamkv.block_table import BlockTable, LiveBlock
+from streamkv.recall_schedule import question_start
 from streamkv.tiers.keys import AttentionPolicy, Salting, child_key
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
@@ -54,6 +55,7 @@ class Sequence:
         recent_ids: the newest ids, as many as the window has.
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
+        goes_back: blocks stay live that `go_back` needs when a question is computed again.
         recall_boundary: the next token index at which other old blocks may be attended.
         recall_salt: names blocks apart that may have been computed under recall.
         root_key: root of the chain of block keys.
@@ -77,6 +79,7 @@ class Sequence:
         self.recent_ids: deque[int] = deque(maxlen=window.window_size)
         self.head_is_written = False
         self.exact_from = 0
+        self.goes_back = False
         self.recall_boundary: int | None = None
         self.recall_salt = b""
         self._window_changes: deque[tuple[int, Window]] = deque()
@@ -201,6 +204,8 @@ class Sequence:
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""
         resume_at = self.num_computed - self.num_computed % self.block_size
+        if self.goes_back:
+            resume_at = question_start(self.num_computed, self.block_size)
         expired = self.table.take_expired(self.window, resume_at)
         return [(block.block_id, block.key) for block in expired]
 
@@ -231,6 +236,34 @@ class Sequence:
         self._inexact_from = jump.target if jump else 0
         self._apply_jump()
 
+    def can_go_back(self, token_index: int) -> bool:
+        """Whether the tokens from a block boundary on can be computed again: `go_back`."""
+        first_seen = self.window.first_visible(token_index) // self.block_size
+        before = range(first_seen, token_index // self.block_size)
+        is_there = all(index in self.table for index in before)
+        is_named = bool(before) and is_there and self.table[before[-1]].key is not None
+        num_known = len(self.recent_ids)
+        return is_named and self._jump is None and self.num_tokens - token_index <= num_known
+
+    def go_back(self, token_index: int) -> list[LiveBlock]:
+        """Have the tokens from a block boundary on computed again.
+
+        Returns:
+            the live blocks from there on, which are no longer this sequence's.
+        """
+        assert token_index % self.block_size == 0 and self.can_go_back(token_index)
+        assert token_index <= self.num_computed
+        before = token_index // self.block_size - 1
+        key = self.table[before].key
+        assert key is not None
+        recent = list(self.recent_ids)
+        self._chain_key = self.salting.after(before, key)
+        self._open_ids = []
+        self.pending = deque(recent[len(recent) - (self.num_tokens - token_index) :])
+        self.num_computed = token_index
+        self.head_is_written = False
+        return self.table.take_from(before + 1)
+
     def mark_exact(self, token_index: int) -> None:
         """All that a query from `token_index` on sees is exact: blocks from there on get keys."""
         if token_index > self._inexact_from:
@@ -247,6 +280,7 @@ class Sequence:
         copied._jump = self._jump
         copied._chain_key = self._chain_key
         copied._open_ids = list(self._open_ids)
+        copied.goes_back = self.goes_back
         copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
         return copied
 

@@ -334,7 +334,7 @@ class Session:
             self._live.end_turn(params, generation.finish_reason)
 
         try:
-            if self.mode == "recall":
+            if self.mode == "recall" and not intake.is_answering:
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence))

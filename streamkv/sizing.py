@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError
+from streamkv.recall_schedule import question_tokens
 from streamkv.recalled import farthest
 from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
@@ -57,7 +58,12 @@ def blocks_of_session(
     """Gpu blocks that one session may need at once."""
     recent = window_size + config.prefill_chunk
     sinks = -(-num_sink_tokens // spec.block_size)
-    return -(-recent // spec.block_size) + 2 + sinks + config.recall_blocks
+    blocks = -(-recent // spec.block_size) + 2 + sinks
+    if config.recall_blocks == 0:
+        return blocks
+    # A question is computed again with what its first token saw.
+    behind = question_tokens(spec.block_size) // spec.block_size
+    return blocks + behind + config.recall_blocks
 
 
 def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
@@ -66,7 +72,7 @@ def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
     The blocks of a window, those of a system prompt as the default pool expects it, and some for
     text that is kept; a sequence with more is decoded without a graph.
     """
-    window = -(-config.window_size // spec.block_size) + 2
+    window = -(-config.window_size // spec.block_size) + 2 + config.recall_blocks
     sinks = -(-max(config.num_sink_tokens, SYSTEM_PROMPT_TOKENS) // spec.block_size)
     return -(-(window + sinks + 8) // 16) * 16
 

@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamkv.kernels import digests as digests_module
 from streamkv.kernels.digests import block_digests, block_weights
 from streamkv.kernels.rope import RopeTables
 
 LAYERS, KV_HEADS, GROUP, B, DIM = 3, 2, 2, 64, 16
 INV_FREQ = 10000.0 ** -(torch.arange(8).double() / 8)
 ROPE = RopeTables(INV_FREQ, 1000)
-SCALES = [0.25, 0.5, 0.125]
+KV = torch.tensor([[0, 1], [2, 0], [2, 1]])
+ROWS = [0, 1, 1, 2]
+"""Two heads read the keys of one KV head."""
+SCALES = [0.25, 0.5, 0.5, 0.125]
 
 
 def random_pool(num_blocks: int, seed: int = 0) -> Tensor:
@@ -23,7 +27,7 @@ def random_pool(num_blocks: int, seed: int = 0) -> Tensor:
 
 def some_queries(count: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(LAYERS, count, KV_HEADS * GROUP, DIM, generator=generator)
+    return 3 * torch.randn(len(ROWS), count, DIM, generator=generator)
 
 
 def turned(q: Tensor, distance: int) -> Tensor:
@@ -39,46 +43,54 @@ def turned(q: Tensor, distance: int) -> Tensor:
 
 
 def expected_weights(queries: Tensor, pool: Tensor, ids: list[int], distance: int) -> Tensor:
-    """By the mean score over all tokens of each block, which the digest stands for."""
-    rows = []
-    for layer in range(LAYERS):
-        for head in range(KV_HEADS * GROUP):
-            for query in queries[layer, :, head]:
-                q = turned(query, distance)
-                keys = pool[ids, layer, 0, head // GROUP].double()
-                means = torch.stack([(block @ q * SCALES[layer]).mean() for block in keys])
-                rows.append(means.softmax(0))
-    return torch.stack(rows).mean(0)
+    """Of one softmax over all tokens of all blocks, the part of each block."""
+    found = []
+    for head, row in enumerate(ROWS):
+        layer, kv_head = KV[row].tolist()
+        for query in queries[head]:
+            q = turned(query, distance)
+            keys = pool[ids, layer, 0, kv_head].double()
+            scores = torch.cat([block @ q * SCALES[head] for block in keys])
+            found.append(scores.softmax(0).view(len(ids), B).sum(1))
+    return torch.stack(found).mean(0)
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
 @pytest.mark.parametrize("distance", [0, 1, 700])
-def test_a_blocks_weight_is_that_of_its_tokens_mean_score(num_queries: int, distance: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 4, 2048])
+def test_a_blocks_weight_is_what_its_tokens_would_get(
+    num_queries: int, distance: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", at_once)
     pool, queries = random_pool(9), some_queries(num_queries)
     ids = random.Random(3).sample(range(9), 6)
-    digests = block_digests(pool, torch.tensor(ids))
-    found = block_weights(queries, digests, distance, ROPE, SCALES)
+    digests = block_digests(pool, torch.tensor(ids), KV)
+    found = block_weights(queries, digests, ROWS, distance, ROPE, SCALES)
     expected = expected_weights(queries, pool, ids, distance)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     assert found.sum().item() == pytest.approx(1.0)
 
 
-def test_digests_of_16_bits_are_made_and_read_in_32() -> None:
+def test_a_digest_is_the_keys_of_its_heads_as_they_are_stored() -> None:
     pool = random_pool(4).to(torch.bfloat16)
-    digests = block_digests(pool, torch.tensor([2]))
-    assert digests.dtype == torch.float32 and digests.shape == (1, LAYERS, KV_HEADS, DIM)
-    torch.testing.assert_close(digests[0], pool[2, :, 0].double().mean(-2).float())
-    half = block_weights(some_queries(2), digests.half(), 100, ROPE, SCALES)
-    assert half.dtype == torch.float32
+    digests = block_digests(pool, torch.tensor([2, 0]), KV)
+    assert digests.dtype == torch.bfloat16 and digests.shape == (2, len(KV), B, DIM)
+    for row, (layer, head) in enumerate(KV.tolist()):
+        assert torch.equal(digests[0, row], pool[2, layer, 0, head])
+        assert torch.equal(digests[1, row], pool[0, layer, 0, head])
+    assert block_weights(some_queries(2), digests, ROWS, 100, ROPE, SCALES).dtype == torch.float32
 
 
 def test_a_single_block_gets_all() -> None:
-    digests = block_digests(random_pool(1), torch.tensor([0]))
-    assert block_weights(some_queries(3), digests, 9, ROPE, SCALES).tolist() == [1.0]
+    digests = block_digests(random_pool(1), torch.tensor([0]), KV)
+    found = block_weights(some_queries(3), digests, ROWS, 9, ROPE, SCALES)
+    assert found.tolist() == pytest.approx([1.0])
 
 
-def test_values_do_not_count() -> None:
+def test_values_and_other_heads_do_not_count() -> None:
     pool = random_pool(3)
-    before = block_digests(pool, torch.arange(3))
+    before = block_digests(pool, torch.arange(3), KV)
     pool[:, :, 1] = math.nan
-    assert torch.equal(block_digests(pool, torch.arange(3)), before)
+    pool[:, 1] = math.nan
+    pool[:, 0, :, 0] = math.nan
+    assert torch.equal(block_digests(pool, torch.arange(3), KV), before)

@@ -10,7 +10,7 @@ from streamkv.tiers.spec import BlockKey, KVSpec
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, block_size=64, dtype="float32")
 ROPE = RopeTables(10000.0 ** -(torch.arange(8).double() / 8), 600)
-SCALES = [0.25, 0.25]
+ROWS, SCALES = [0, 1, 1], [0.25, 0.25, 0.5]
 FAR = 512
 
 
@@ -19,11 +19,11 @@ def key(index: int) -> BlockKey:
 
 
 def digest(index: int) -> Tensor:
-    return torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(index))
+    return torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(index))
 
 
 def index_of(num_blocks: int, without: frozenset[int] = frozenset()) -> DigestIndex:
-    made = DigestIndex(SPEC, "cpu")
+    made = DigestIndex(2, SPEC, "cpu")
     for block in range(num_blocks):
         if block in without:
             made.append(None, None)
@@ -32,17 +32,17 @@ def index_of(num_blocks: int, without: frozenset[int] = frozenset()) -> DigestIn
     return made
 
 
-QUERIES = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(99))
+QUERIES = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(99))
 
 
 def choose(index: DigestIndex, end_block: int, num_blocks: int) -> tuple[int, ...]:
-    return index.choose(QUERIES, 0, end_block, num_blocks, FAR, ROPE, SCALES)
+    return index.choose(QUERIES, 0, end_block, num_blocks, ROWS, FAR, ROPE, SCALES)
 
 
 def heaviest(blocks: list[int], num_blocks: int) -> tuple[int, ...]:
     """One weight at a time, from digests as the index holds them."""
     rows = torch.stack([digest(block) for block in blocks]).half()
-    weights = block_weights(QUERIES, rows, FAR, ROPE, SCALES).tolist()
+    weights = block_weights(QUERIES, rows, ROWS, FAR, ROPE, SCALES).tolist()
     ranked = sorted(zip(weights, blocks, strict=True), reverse=True)
     return tuple(sorted(block for _, block in ranked[:num_blocks]))
 
@@ -58,10 +58,10 @@ def test_the_heaviest_blocks_are_chosen_in_the_order_of_the_stream() -> None:
 
 def test_blocks_before_the_first_are_left_out() -> None:
     index = index_of(40)
-    found = index.choose(QUERIES, 10, 30, 5, FAR, ROPE, SCALES)
+    found = index.choose(QUERIES, 10, 30, 5, ROWS, FAR, ROPE, SCALES)
     assert found == heaviest(list(range(10, 30)), 5)
-    assert index.choose(QUERIES, 38, 99, 5, FAR, ROPE, SCALES) == (38, 39)
-    assert index.choose(QUERIES, 50, 60, 5, FAR, ROPE, SCALES) == ()
+    assert index.choose(QUERIES, 38, 99, 5, ROWS, FAR, ROPE, SCALES) == (38, 39)
+    assert index.choose(QUERIES, 50, 60, 5, ROWS, FAR, ROPE, SCALES) == ()
 
 
 def test_more_than_there_are_means_all() -> None:
@@ -78,7 +78,7 @@ def test_a_block_that_cannot_be_found_again_is_never_chosen() -> None:
 
 
 def test_a_tie_goes_to_the_earlier_block() -> None:
-    index = DigestIndex(SPEC, "cpu")
+    index = DigestIndex(2, SPEC, "cpu")
     for block in range(6):
         index.append(key(block), digest(0))
     assert choose(index, 6, 2) == (0, 1)
@@ -102,5 +102,5 @@ def test_a_fork_goes_its_own_way() -> None:
 
 
 def test_digests_take_two_bytes_an_element_of_the_room_there_is() -> None:
-    assert index_of(64).num_bytes == 64 * 2 * 2 * 16
-    assert index_of(65).num_bytes == 128 * 2 * 2 * 16
+    assert index_of(64).num_bytes == 64 * 2 * 2 * 64 * 16
+    assert index_of(65).num_bytes == 128 * 2 * 2 * 64 * 16

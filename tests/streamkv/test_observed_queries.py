@@ -7,17 +7,21 @@ import torch
 from torch import Tensor
 
 from streamkv.observed_queries import NUM_OBSERVED, ObservedQueries
+from streamkv.retrieval_heads import Head, RetrievalHeads
 
-LAYERS, HEADS, DIM = 3, 2, 4
+LAYERS, HEADS, DIM = 4, 5, 4
+CHOOSING = RetrievalHeads((Head(1, 0), Head(1, 4), Head(3, 2)), group=5)
 
 
 def query(layer: int, index: int) -> Tensor:
-    return torch.full((HEADS, DIM), 100.0 * layer + index)
+    """Of all heads of a layer."""
+    heads = torch.arange(HEADS).float()[:, None].expand(HEADS, DIM)
+    return 1000.0 * layer + index + heads / 10
 
 
 def fed(cuts: list[int]) -> ObservedQueries:
     """Steps of these lengths, one after another."""
-    made, first = ObservedQueries(LAYERS, HEADS, DIM), 0
+    made, first = ObservedQueries(CHOOSING, DIM), 0
     for length in cuts:
         for layer in range(LAYERS):
             rows = torch.stack([query(layer, first + i) for i in range(length)])
@@ -29,7 +33,10 @@ def fed(cuts: list[int]) -> ObservedQueries:
 def expected(end: int) -> Tensor:
     first = max(0, end - NUM_OBSERVED)
     return torch.stack(
-        [torch.stack([query(layer, i) for i in range(first, end)]) for layer in range(LAYERS)]
+        [
+            torch.stack([query(layer, i)[head] for i in range(first, end)])
+            for layer, head in CHOOSING.heads
+        ]
     )
 
 
@@ -52,7 +59,7 @@ def test_fewer_are_given_where_older_ones_are_not_there() -> None:
     found = made.before(18)
     assert found is not None and torch.equal(found, expected(20)[:, :14])
     assert made.before(4) is None and made.before(21) is None
-    assert ObservedQueries(LAYERS, HEADS, DIM).before(0) is None
+    assert ObservedQueries(CHOOSING, DIM).before(0) is None
 
 
 def test_a_token_computed_again_replaces_itself() -> None:

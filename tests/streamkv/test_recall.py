@@ -208,7 +208,9 @@ def test_a_read_that_fails_leaves_no_block_without_an_owner(
             session.set_mode("recall")
             with pytest.raises(StoreError, match="the disk is gone"):
                 session.generate(GREEDY).run()
-        assert num_used(engine) == held
+        # The question's blocks are given up to be computed again; each other one has its owner.
+        left = len(session._live.sequence.table)
+        assert num_used(engine) == left < held
         assert len(list(session.generate(GREEDY))) == 20
         engine._tiers.check_integrity()
 
