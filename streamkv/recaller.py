@@ -103,14 +103,15 @@ class Recaller:
         self._place(forked, copied.is_on)
         # What is attended now is due at once for the fork, which has none of it yet.
         now = tuple(sequence.table.recalled)
-        if now:
+        if now and copied.is_on:
             self._install(forked, copied, now)
         return copied.queries
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream ends earlier now; what was recalled may lie beyond that."""
         stream = self._streams[sequence]
-        self._install(sequence, stream, ())
+        if stream.is_on:
+            self._install(sequence, stream, ())
         stream.attended.clear()
         stream.index.truncate(sequence.num_computed // sequence.block_size)
         stream.queries.clear()
