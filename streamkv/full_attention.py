@@ -184,7 +184,8 @@ class FullAttention:
         if not room.reserve(sequence, num_blocks):
             has, left = room.promised(sequence), room.num_free
             more = num_blocks - has - left
-            total = format_size((room.num_blocks + more) * size)
+            # Rounded up, so that it is enough.
+            total = f"{-(-(room.num_blocks + more) * size // 2**20)}MiB"
             raise PoolFullError(
                 f"mode 'full' needs room for {num_blocks} old blocks "
                 f"({format_size(num_blocks * size)}) in the gpu pool besides the window; there is "
