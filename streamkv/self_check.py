@@ -157,11 +157,13 @@ def self_check(
 
 def _play_case(model: str, base: EngineConfig, case: Case) -> tuple[Said, int]:
     """Returns what was said and how many blocks came back."""
-    with tempfile.TemporaryDirectory(prefix="streamkv-self-check-") as directory:
-        with _open(model, base, case, Path(directory)) as engine:
-            # Slow or not: what is stored is to come back.
-            engine.cost_gate.always_reads = True
-            return play(case.player(engine)), engine.counters()[case.counter]
+    with (
+        tempfile.TemporaryDirectory(prefix="streamkv-self-check-") as directory,
+        _open(model, base, case, Path(directory)) as engine,
+    ):
+        # Slow or not: what is stored is to come back.
+        engine.cost_gate.always_reads = True
+        return play(case.player(engine)), engine.counters()[case.counter]
 
 
 def _open(model: str, base: EngineConfig, case: Case, directory: Path) -> Engine:
