@@ -266,6 +266,28 @@ def test_a_fork_of_a_rewound_session_is_its_own(tiny_model_dir: Path) -> None:
     assert found[1] == pytest.approx(expected, abs=1e-3)
 
 
+def test_forks_and_rewinds_of_an_engine_that_recalls_lose_nothing(tiny_model_dir: Path) -> None:
+    """Its cpu pool has room for two blocks only: what is given back is gone."""
+    recalling = options(recall_blocks=3, recall_stride=64, cpu_bytes="64KiB")
+    more = some_ids(200, seed=11)
+    ids = some_ids(650) + more
+    expected = expected_scores(tiny_model_dir, ids, [FULL] * len(ids))[-200:]
+    with Engine(str(tiny_model_dir), EngineConfig(**recalling)) as engine:
+        session = engine.session("one")
+        session.feed([some_ids()]).run()
+        before = num_used(engine)
+        fork = session.fork("two")
+        assert num_used(engine) - before <= 1, "only the open block is copied"
+        for each in (session, fork):
+            each.rewind(650)
+            assert scores(each, more) == pytest.approx(expected, abs=1e-3)
+        # Leaving the mode gives all of it back, and recall goes on with what is left.
+        fork.set_mode("recall")
+        assert len(list(fork.generate(GREEDY))) == 20
+        engine._tiers.flush()
+        engine._tiers.check_integrity()
+
+
 def test_sessions_beside_it_are_not_disturbed(tiny_model_dir: Path, dense: list[float]) -> None:
     with opened(tiny_model_dir) as engine:
         one, other = engine.session("one"), engine.session("other")
