@@ -14,7 +14,7 @@ from streamkv.errors import ConfigError, UnknownOptionError
 from streamkv.recalled import POSITION_POLICIES, PositionPolicy
 from streamkv.tiers.spec import BLOCK_SIZE
 
-Attention = Literal["window", "recall"]
+Attention = Literal["window", "recall", "full"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 DEFAULT_STRIDE = 256
 Retain = Literal["all", "window", "none"]
@@ -128,8 +128,10 @@ class EngineConfig:
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
-        attention: `window` attends to sink tokens and window, `recall` also to old blocks; a
-            session may change it. `recall` needs `recall_blocks`.
+        attention: `window` attends to sink tokens and window, `recall` also to old blocks, `full`
+            to every token, as long as `gpu_bytes` has room for all blocks; a session may change it.
+            `recall` needs `recall_blocks`. `full` needs no tier for what it read itself; as yet
+            only on a CPU and without a `store`.
         recall_blocks: old blocks that a session may recall into attention; 0: none ever. As yet
             only on a CPU and without a `store`.
         recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
@@ -203,6 +205,13 @@ class EngineConfig:
         elif self.attention == "recall":
             remedy = "Say how many blocks a session may recall, for example recall_blocks=16."
             raise ConfigError("attention", self.attention, "with recall_blocks=0", remedy)
+        if self.attention == "full" and (self.store is not None or self.device == "cuda"):
+            raise ConfigError(
+                "attention",
+                self.attention,
+                "with a store or on a GPU: sessions there cannot attend to everything yet",
+                'Use store=None and device="cpu", or attention="window".',
+            )
 
     @property
     def stride(self) -> int:

@@ -12,14 +12,16 @@ import torch
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
+from streamkv.full_attention import FullAttention
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
 from streamkv.head_measuring import find_retrieval_heads
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root
 from streamkv.model_files import OnProgress
+from streamkv.pool_room import PoolRoom
 from streamkv.recaller import Recaller, RecallOptions
 from streamkv.runner import Runner
-from streamkv.sizing import table_capacity
+from streamkv.sizing import full_problem, table_capacity
 from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
@@ -107,6 +109,18 @@ def make_recaller(
     heads = find_retrieval_heads(adapter, tokenizer, on_progress)
     options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
     return Recaller(adapter, pool.data, tiers, heads, options)
+
+
+def make_full(
+    adapter: ModelAdapter, pool: GpuPool, tiers: TierManager, room: PoolRoom, config: EngineConfig
+) -> FullAttention:
+    """What has sessions attend to everything, or says why they cannot."""
+    problem = full_problem(adapter.sliding_windows)
+    if config.store is not None:
+        problem = "sessions with a store cannot attend to everything yet"
+    if pool.data.device.type != "cpu":
+        problem = "sessions on a GPU cannot attend to everything yet"
+    return FullAttention(tiers, room, adapter.spec, adapter.trained_length, problem)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:

@@ -12,6 +12,7 @@ from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
     make_cpu_pool,
+    make_full,
     make_recaller,
     make_runner,
     make_transfer,
@@ -24,6 +25,7 @@ from streamkv.metered import MeteredRunner
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
+from streamkv.pool_room import PoolRoom
 from streamkv.session import Session
 from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
@@ -31,6 +33,7 @@ from streamkv.step_loop import Call, StepLoop
 from streamkv.store import Store
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.ssd import SsdTier
 from streamkv.tiers.usage import TierUsage
 from streamkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -120,7 +123,7 @@ class Engine:
                 spec,
                 self._gpu_pool,
                 self._cpu_pool,
-                self._store.blocks if self._store else None,
+                self._ssd_tier(),
                 retain=self.config.retain,
                 on_pressure=self.config.on_pressure,
                 # What one chunk fills: a writer that lags must not spread over the pool.
@@ -139,7 +142,9 @@ class Engine:
                 on_progress,
             )
             metered = MeteredRunner(self._runner, self._sharing.gate)
-            self._executor = Executor(metered, self._tiers, recaller)
+            room = PoolRoom(self._gpu_pool.num_blocks)
+            full = make_full(self._adapter, self._gpu_pool, self._tiers, room, self.config)
+            self._executor = Executor(metered, self._tiers, recaller, full)
             self._loop.drive(self._executor)
             self._opener = SessionOpener(
                 self.config,
@@ -147,11 +152,15 @@ class Engine:
                 self._tokenizer,
                 self._executor,
                 self._tiers,
-                self._gpu_pool.num_blocks,
+                room,
                 self._store,
                 self._sharing,
             )
             opened.pop_all()
+
+    def _ssd_tier(self) -> SsdTier | None:
+        """What lies below the cpu pool."""
+        return self._store.blocks if self._store else None
 
     @property
     def model_name(self) -> str:

@@ -7,6 +7,7 @@ StreamKVError
 ├── ModelError (also ValueError)        a model that cannot be found, loaded or supported
 │   └── UnsupportedModelError           the numeric probe refused it
 ├── SessionError                        a session in a state that forbids the call
+│   └── AbsentBlockError                mode `full` needs a block that cannot be had
 ├── PoolFullError                       no free block in a pool
 ├── StoreError                          the ssd store
 │   ├── StoreFormatError (ValueError)   another format version, model or weights
@@ -62,6 +63,21 @@ class UnsupportedModelError(ModelError):
 
 class SessionError(StreamKVError):
     """The session is in a state that forbids the call."""
+
+
+class AbsentBlockError(SessionError):
+    """Mode `full` needs a block that no tier has, or that is damaged. Names its tokens."""
+
+    def __init__(self, start: int, end: int, problem: str) -> None:
+        super().__init__(
+            f"mode 'full' attends to every token, and the block of the tokens {start} to "
+            f"{end - 1} cannot be had: {problem}. Go on in mode 'window' or 'recall', or feed the "
+            "stream to a new session, with cpu_bytes for all of it and retain='all', or in mode "
+            "'full' from its first token on."
+        )
+        self.start = start
+        self.end = end
+        self.problem = problem
 
 
 class PoolFullError(StreamKVError):

@@ -2,7 +2,11 @@
 
 from typing import Protocol
 
+from streamkv.attention_modes import switch_attention
 from streamkv.batch import Batch, Flight, StepResult, Wanted
+from streamkv.config import Attention
+from streamkv.full_attention import FullAttention
+from streamkv.live_blocks import give_back
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recaller import Recaller
 from streamkv.sequence import Sequence
@@ -36,25 +40,47 @@ class Executor:
         runner: runs a batch.
         tiers: owner of the blocks.
         recaller: brings old blocks back, if the engine does so.
+        full: brings all of them back.
     """
 
     def __init__(
-        self, runner: StepRunner, tiers: TierManager, recaller: Recaller | None = None
+        self,
+        runner: StepRunner,
+        tiers: TierManager,
+        recaller: Recaller | None = None,
+        full: FullAttention | None = None,
     ) -> None:
         self._runner = runner
         self._tiers = tiers
         self.recaller = recaller
+        self.full = full
 
-    def open(self, sequence: Sequence, recalls: bool) -> None:
+    def open(self, sequence: Sequence, attention: Attention) -> None:
         """A new sequence begins."""
         if self.recaller is not None:
             self._runner.observe(sequence.seq_id, self.recaller.open(sequence))
-            self.recaller.turn(sequence, recalls, self.recaller.options.num_blocks)
+        if self.full is not None:
+            self.full.open(sequence)
+        self.switch(sequence, attention)
+
+    def switch(
+        self, sequence: Sequence, attention: Attention, recall_blocks: int | None = None
+    ) -> None:
+        """Have a sequence attend otherwise; see `switch_attention`."""
+        switch_attention(sequence, attention, recall_blocks, self.recaller, self.full)
+
+    def attention(self, sequence: Sequence) -> Attention:
+        """What a sequence attends to."""
+        if self.full is not None and self.full.is_on(sequence):
+            return "full"
+        return "recall" if self.recalls(sequence) else "window"
 
     def fork(self, sequence: Sequence, forked: Sequence) -> None:
         """A sequence with the same past begins."""
         if self.recaller is not None:
             self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked))
+        if self.full is not None:
+            self.full.fork(sequence, forked)
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name."""
@@ -66,14 +92,18 @@ class Executor:
         return self.recaller is not None and self.recaller.is_on(sequence)
 
     def choose_blocks(self, sequence: Sequence) -> None:
-        """Choose the old blocks that the next token attends to."""
+        """An answer begins: choose the old blocks that it attends to."""
         if self.recaller is not None:
             self.recaller.choose_now(sequence)
+        if self.full is not None:
+            self.full.ask_again(sequence)
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream of a sequence ends earlier now."""
         if self.recaller is not None:
             self.recaller.rewind(sequence)
+        if self.full is not None:
+            self.full.rewound(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Give back every block of a sequence that ends."""
@@ -81,6 +111,8 @@ class Executor:
         if self.recaller is not None:
             self.recaller.forget(sequence)
             self._runner.observe(sequence.seq_id, None)
+        if self.full is not None:
+            self.full.forget(sequence)
 
     def prepare(self, batch: Batch) -> None:
         """Allocate the blocks that the batch writes.
@@ -92,6 +124,8 @@ class Executor:
             sequence = step.sequence
             if self.recaller is not None:
                 self.recaller.before_step(sequence, step.start)
+            if self.full is not None:
+                self.full.before_step(sequence, step.start + step.query_len)
             for index in sequence.table.missing(step.start, step.start + step.query_len):
                 sequence.table.add(index, self._tiers.allocate())
 
@@ -128,6 +162,8 @@ class Executor:
             self._tiers.seal(block_id, key)
         if self.recaller is not None:
             self.recaller.after_step(sequence)
+        if self.full is not None:
+            self.full.after_step(sequence)
         if sequence.num_computed // sequence.block_size > before:
             self.drop_expired(sequence)
 
@@ -148,8 +184,6 @@ class Executor:
         """Give back every block of a sequence."""
         if self.recaller is not None:
             self.recaller.give_back(sequence)
-        for block in sequence.table.take_all():
-            if block.key is None:
-                self._tiers.free(block.block_id)
-            else:
-                self._tiers.drop(block.block_id)
+        if self.full is not None:
+            self.full.give_back(sequence)
+        give_back(self._tiers, sequence.table.take_all())

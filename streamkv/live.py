@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
-from streamkv.config import Attention, require_int
+from streamkv.config import Attention
 from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import ConfigError, InputError, JournalError, SessionError
+from streamkv.errors import InputError, JournalError, SessionError
 from streamkv.executor import Executor
+from streamkv.full_rewind import FullRewind
 from streamkv.intake import Intake
 from streamkv.journal import Journal
 from streamkv.journal_records import Closed, Rewound
@@ -119,20 +120,10 @@ class LiveStream:
         """Attend by `mode` from the next token on; nothing of it may be under way.
 
         Raises:
-            ConfigError: more blocks than the engine has room for.
+            ConfigError: the engine cannot, or more blocks than it has room for.
+            PoolFullError, AbsentBlockError: `full` cannot be had; nothing has changed.
         """
-        recaller = self.executor.recaller
-        if recaller is None:
-            if mode == "window":
-                return
-            remedy = (
-                "Open the engine with recall_blocks, for example EngineConfig(recall_blocks=16)."
-            )
-            raise ConfigError("mode", mode, "the engine has no room for recalled blocks", remedy)
-        most = recaller.options.num_blocks
-        if recall_blocks is not None:
-            require_int("recall_blocks", recall_blocks, 1, most)
-        recaller.turn(self.sequence, mode == "recall", recall_blocks or most)
+        self.executor.switch(self.sequence, mode, recall_blocks)
 
     def attended(self) -> list[Attended]:
         """Old blocks that were recalled since the last answer began."""
@@ -171,14 +162,25 @@ class LiveStream:
             self.intake.require_open()
             self._check_index(token_index)
             rewound = self._rewound(token_index)
+            full_rewind = self._full_rewind(token_index)
             self.intake.rewind(rewound)
-            self.recovery().rewind()
+            if full_rewind is not None:
+                full_rewind.run()
+            else:
+                self.recovery().rewind()
             self.executor.rewind(self.sequence)
             self.intake.restore(rewound.text_chars, "", rewound.has_turns)
             if self.checkpointer is not None:
                 self.checkpointer.rewind(token_index)
             if self.journal is not None:
                 self.journal.sync()
+
+    def _full_rewind(self, token_index: int) -> FullRewind | None:
+        """How a session that attends to everything goes back; `None`: as every other."""
+        if self.executor.attention(self.sequence) != "full":
+            return None
+        past, window = self.past, self.created_window
+        return FullRewind(self.sequence, past, window, self.tiers, token_index)
 
     def _check_index(self, token_index: int) -> None:
         is_int = isinstance(token_index, int) and not isinstance(token_index, bool)

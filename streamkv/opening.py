@@ -18,6 +18,7 @@ from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
+from streamkv.pool_room import PoolRoom
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
 from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
@@ -36,7 +37,7 @@ class SessionOpener:
         config: the engine's options.
         adapter, tokenizer: the model and what reads its texts.
         executor, tiers: what runs the sequences and owns their blocks.
-        num_gpu_blocks: size of the pool that sessions share.
+        room: of the pool that sessions share.
         store: where sessions last; `None` if they do not.
         sharing: the engine's cost gate and counts.
     """
@@ -48,7 +49,7 @@ class SessionOpener:
         tokenizer: Tokenizer,
         executor: Executor,
         tiers: TierManager,
-        num_gpu_blocks: int,
+        room: PoolRoom,
         store: Store | None,
         sharing: Sharing,
     ) -> None:
@@ -57,10 +58,9 @@ class SessionOpener:
         self._tokenizer = tokenizer
         self._executor = executor
         self._tiers = tiers
-        self._num_gpu_blocks = num_gpu_blocks
+        self._room = room
         self._store = store
         self._sharing = sharing
-        self._reserved: dict[str, int] = {}
         self._num_opened = 0
 
     def open(self, name: str, system: str | None, asked: Sharers = PRIVATE) -> LiveStream:
@@ -131,7 +131,7 @@ class SessionOpener:
 
     def release(self, name: str) -> None:
         """Give back the room of a session."""
-        self._reserved.pop(name, None)
+        self._room.release(name)
 
     def _existing_journal(self, name: str, system: str | None) -> Journal | None:
         if self._store is None or not self._store.journal_path(name).exists():
@@ -195,14 +195,12 @@ class SessionOpener:
         """Count the blocks that the session may need against the pool."""
         spec = self._adapter.spec
         need = blocks_of_session(self._config, spec, num_sink_tokens, window_size)
-        free = self._num_gpu_blocks - sum(self._reserved.values())
-        if need > free:
+        if not self._room.reserve(name, need):
             raise PoolFullError(
-                f"session {name!r} needs room for {need} blocks, {free} of "
-                f"{self._num_gpu_blocks} are left. Close a session, or open the engine with a "
+                f"session {name!r} needs room for {need} blocks, {self._room.num_free} of "
+                f"{self._room.num_blocks} are left. Close a session, or open the engine with a "
                 "larger max_sessions or gpu_bytes."
             )
-        self._reserved[name] = need
 
     def _build_live(
         self, name: str, journal: Journal | None, header: SessionHeader, resumed: bool
@@ -215,7 +213,7 @@ class SessionOpener:
         root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
         self._num_opened += 1
         sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
-        self._executor.open(sequence, recalls=self._config.attention == "recall")
+        self._executor.open(sequence, self._config.attention)
         live = self._assemble(name, sequence, window, journal, MemoryPast(), resumed)
         if journal is not None and resumed:
             self._recover(live, journal)
@@ -255,7 +253,7 @@ class SessionOpener:
                 self._tiers,
                 self._executor,
                 self._sharing,
-                self._reserved[name],
+                self._room.promised(name),
                 adapter.spec.block_bytes,
             ),
             sharing=self._sharing,

@@ -18,6 +18,7 @@ from torch import Tensor
 from streamkv.digest_index import DigestIndex
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
+from streamkv.live_blocks import give_back
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_schedule import Choice, RecallSchedule, question_start
@@ -113,14 +114,15 @@ class Recaller:
         self._place(forked, copied.is_on)
         # What is attended now is due at once for the fork, which has none of it yet.
         now = tuple(sequence.table.recalled)
-        if now:
+        if now and copied.is_on:
             self._install(forked, copied, now)
         return copied.queries
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream ends earlier now; what was recalled may lie beyond that."""
         stream = self._streams[sequence]
-        self._install(sequence, stream, ())
+        if stream.is_on:
+            self._install(sequence, stream, ())
         stream.attended.clear()
         stream.index.truncate(sequence.num_computed // sequence.block_size)
         stream.queries.clear()
@@ -161,11 +163,7 @@ class Recaller:
 
     def _go_back(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         """Compute the tokens from `token_index` on again."""
-        for block in sequence.go_back(token_index):
-            if block.key is None:
-                self._tiers.free(block.block_id)
-            else:
-                self._tiers.drop(block.block_id)
+        give_back(self._tiers, sequence.go_back(token_index))
         stream.index.truncate(token_index // sequence.block_size)
         # The same tokens after the same tokens: only the salt tells what attended to what.
         self._name_apart(sequence)

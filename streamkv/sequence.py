@@ -14,6 +14,7 @@ from collections.abc import Sequence as Ids
 from itertools import islice
 from typing import NamedTuple
 
+from streamkv.block_keys import BlockKeys
 from streamkv.block_table import BlockTable, LiveBlock
 from streamkv.recall_schedule import question_start
 from streamkv.tiers.keys import AttentionPolicy, Salting, child_key
@@ -57,7 +58,8 @@ class Sequence:
             without their whole past, on the way to an exact window; they get no key.
         goes_back: blocks stay live that `go_back` needs when a question is computed again.
         recall_boundary: the next token index at which other old blocks may be attended.
-        recall_salt: names blocks apart that may have been computed under recall.
+        recall_salt: names blocks apart that may have been computed under recall, or in `full`.
+        keys: notes the key of every block, if the engine may need them again.
         root_key: root of the chain of block keys.
         salting: where the salt enters it.
     """
@@ -82,6 +84,7 @@ class Sequence:
         self.goes_back = False
         self.recall_boundary: int | None = None
         self.recall_salt = b""
+        self.keys: BlockKeys | None = None
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -195,7 +198,10 @@ class Sequence:
         key = child_key(self._chain_key, self._open_ids, policy)
         self._chain_key = self.salting.after(index, key)
         self._open_ids = []
-        if self._inexact_from <= start < self.exact_from or index not in self.table:
+        is_exact = not self._inexact_from <= start < self.exact_from
+        if self.keys is not None:
+            self.keys.put(index, key if is_exact else None)
+        if not is_exact or index not in self.table:
             return None
         block = self.table[index]
         block.key = key
@@ -229,6 +235,8 @@ class Sequence:
         self.head_is_written = False
         self.num_computed = token_index
         self.num_tokens = token_index + len(pending) + skipped
+        if self.keys is not None:
+            self.keys.truncate(self.num_tokens // self.block_size)
         self.pending = deque(pending)
         self._open_ids = []
         self._chain_key = chain_key
@@ -262,6 +270,8 @@ class Sequence:
         self.pending = deque(recent[len(recent) - (self.num_tokens - token_index) :])
         self.num_computed = token_index
         self.head_is_written = False
+        if self.keys is not None:
+            self.keys.truncate(before + 1)
         return self.table.take_from(before + 1)
 
     def mark_exact(self, token_index: int) -> None:
@@ -282,6 +292,7 @@ class Sequence:
         copied._open_ids = list(self._open_ids)
         copied.goes_back = self.goes_back
         copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
+        copied.keys = self.keys.copy() if self.keys is not None else None
         return copied
 
     def restore_open(self, num_computed: int) -> None:

@@ -72,18 +72,23 @@ class Session:
 
     @property
     def mode(self) -> Attention:
-        """What the session attends to: `window`, or `recall`: old blocks, too."""
-        return "recall" if self._live.executor.recalls(self._live.sequence) else "window"
+        """What the session attends to: `window`, `recall`: some old blocks, too, or `full`: all."""
+        return self._live.executor.attention(self._live.sequence)
 
     def set_mode(self, mode: Attention, recall_blocks: int | None = None) -> None:
-        """Attend by `mode` from the next token on.
+        """Attend by `mode` from the next token on; if this raises, as before.
 
         Args:
-            mode: `window` or `recall`.
-            recall_blocks: old blocks recalled at once, up to the engine's; `None`: as many.
+            mode: `window`, `recall`, or `full`: every block of the stream, for checking and for
+                short histories.
+            recall_blocks: for `recall`: old blocks recalled at once, up to the engine's; `None`: as
+                many.
 
         Raises:
-            ConfigError: no such mode, or the engine has no room for recalled blocks.
+            ConfigError: no such mode, or the engine cannot.
+            PoolFullError: `full`, and the gpu pool has no room for the whole stream.
+            AbsentBlockError: `full`, and a block of the stream cannot be had. The session goes on
+                in the mode that it was in.
         """
         require_choice("mode", mode, ATTENTIONS)
         self._alone(lambda: self._live.set_mode(mode, recall_blocks), "set_mode")
@@ -334,7 +339,7 @@ class Session:
             self._live.end_turn(params, generation.finish_reason)
 
         try:
-            if self.mode == "recall" and not intake.is_answering:
+            if self.mode != "window" and not intake.is_answering:
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence))

@@ -3,6 +3,7 @@
 Pure arithmetic over options and layout; nothing is allocated here.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamkv.config import EngineConfig, format_size, parse_size
@@ -42,6 +43,8 @@ def check_window(config: EngineConfig, adapter: "ModelAdapter") -> None:
             f"away, with {config.num_sink_tokens} sink tokens beyond the trained length {trained}",
             "Use fewer recall_blocks, a smaller window_size, or another position_policy.",
         )
+    if config.attention == "full" and (problem := full_problem(adapter.sliding_windows)):
+        raise ConfigError("attention", "full", problem, "Use attention='window'.")
     for layer, window in enumerate(adapter.sliding_windows):
         if window is not None and window < total:
             raise ConfigError(
@@ -50,6 +53,18 @@ def check_window(config: EngineConfig, adapter: "ModelAdapter") -> None:
                 f"layer {layer} of {adapter.name!r} sees only {window} tokens",
                 f"Use at most {window - config.num_sink_tokens}.",
             )
+
+
+def full_problem(sliding_windows: Sequence[int | None]) -> str:
+    """Why a model cannot attend to everything; empty if it can.
+
+    Args:
+        sliding_windows: of its layers; `None` for one that sees everything.
+    """
+    limited = [layer for layer, window in enumerate(sliding_windows) if window is not None]
+    if not limited:
+        return ""
+    return f"layer {limited[0]} of the model sees only {sliding_windows[limited[0]]} tokens"
 
 
 def blocks_of_session(

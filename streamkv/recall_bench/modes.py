@@ -1,6 +1,6 @@
 """The modes that are compared, and how an engine and a session are put into one.
 
-The only place that knows which modes this build has; what they answer is not known here.
+The only place that knows the modes; what they answer is not known here.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from streamkv.config import EngineConfig, parse_size
 from streamkv.errors import ConfigError
 from streamkv.session import Session
+from streamkv.sizing import blocks_of_session
 from streamkv.tiers.spec import KVSpec
 
 WINDOW, RECALL, FULL, DENSE = "window", "recall", "full", "dense"
@@ -24,18 +25,18 @@ class Reading(NamedTuple):
     modes: tuple[str, ...]
 
 
-def modes_of_build() -> tuple[str, ...]:
-    """All modes that this build has."""
-    return (WINDOW, RECALL, DENSE)
+def default_modes(device: str) -> tuple[str, ...]:
+    """All modes that sessions on a device have."""
+    return tuple(mode for mode in MODES if mode != FULL or device != "cuda")
 
 
 def require_modes(modes: Sequence[str], feed_in: str) -> None:
-    """Raise unless this build has the modes.
+    """Raise unless these are modes.
 
     Raises:
-        ConfigError: an unknown mode, none, or one that this build does not have.
+        ConfigError: an unknown mode, or none.
     """
-    remedy = f"Use some of {', '.join(modes_of_build())}."
+    remedy = f"Use some of {', '.join(MODES)}."
     if not modes:
         raise ConfigError("modes", "", "no mode", remedy)
     for mode in modes:
@@ -44,9 +45,6 @@ def require_modes(modes: Sequence[str], feed_in: str) -> None:
     if feed_in not in FEED_IN:
         remedy = f"Use one of {', '.join(FEED_IN)}."
         raise ConfigError("feed_in", feed_in, "not a mode to read in", remedy)
-    if FULL in modes:
-        remedy = f"Use --modes {','.join(modes_of_build())}."
-        raise ConfigError("modes", FULL, "this build has no such mode", remedy)
 
 
 def readings(modes: Sequence[str], feed_in: str) -> list[Reading]:
@@ -79,7 +77,8 @@ def recall_config(
     Args:
         attention: `recall` or `full`; sessions may change it.
         recall_blocks: old blocks recalled into attention.
-        longest: tokens of the longest stream, which the cpu pool has room for, twice for a fork.
+        longest: tokens of the longest stream, which the cpu pool has room for, twice for a fork;
+            for `full` the gpu pool, too.
     """
     needed = 2 * (longest // spec.block_size + 8) * spec.block_bytes
     options: dict[str, Any] = {
@@ -90,6 +89,28 @@ def recall_config(
         "retain": "all",
     }
     return dataclasses.replace(config, **options)
+
+
+def with_room_for_full(
+    config: EngineConfig, spec: KVSpec, longest: int, recall_blocks: int
+) -> EngineConfig:
+    """The same options with a gpu pool in which one of two sessions attends to everything.
+
+    Args:
+        longest: tokens of the longest stream.
+        recall_blocks: old blocks recalled into attention.
+
+    Raises:
+        ConfigError: on a GPU.
+    """
+    if config.device == "cuda":
+        remedy = f"Use --modes {','.join(default_modes('cuda'))}, or --device cpu."
+        problem = "sessions on a GPU cannot attend to everything yet"
+        raise ConfigError("modes", FULL, problem, remedy)
+    one = blocks_of_session(config, spec, config.num_sink_tokens, config.window_size)
+    num_blocks = 2 * (one + recall_blocks) + longest // spec.block_size + 8
+    given = 0 if config.gpu_bytes is None else parse_size("gpu_bytes", config.gpu_bytes)
+    return dataclasses.replace(config, gpu_bytes=max(given, num_blocks * spec.block_bytes))
 
 
 def dense_config(config: EngineConfig, num_tokens: int) -> EngineConfig:
@@ -108,5 +129,7 @@ def switch(session: Session, mode: str, recall_blocks: int) -> None:
     """Put a session into a mode; one of a `dense` engine stays as it is."""
     if mode == RECALL:
         session.set_mode("recall", recall_blocks)
+    elif mode == FULL:
+        session.set_mode("full")
     elif mode == WINDOW:
         session.set_mode("window")

@@ -40,7 +40,7 @@ class RecallPlan:
         feed_in: mode in which streams are read: `window`, `recall`, or `same` as the answer's.
 
     Raises:
-        ConfigError: a value that makes no sense, or a mode that this build does not have.
+        ConfigError: a value that makes no sense.
     """
 
     lengths: tuple[int, ...]
@@ -192,8 +192,11 @@ class RecallRun:
             return modes.window_config(self._config, is_forking=len(near) > 1)
         attention = RECALL if RECALL in needed else FULL
         longest = max(self._plan.lengths) + self._room
-        blocks = self._plan.recall_blocks
-        return modes.recall_config(self._config, self._facts.spec, attention, blocks, longest)
+        blocks, spec = self._plan.recall_blocks if RECALL in needed else 0, self._facts.spec
+        config = self._config
+        if FULL in near:
+            config = modes.with_room_for_full(config, spec, longest, blocks)
+        return modes.recall_config(config, spec, attention, blocks, longest)
 
     def _ask_all(
         self, config: EngineConfig, tasks: Sequence[Task], readings: Sequence[Reading]

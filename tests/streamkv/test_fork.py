@@ -287,7 +287,7 @@ def nothing_is_left(engine: Engine, tmp_path: Path) -> None:
     ]
     assert engine.session_names() == ["first"]
     check_integrity(engine)
-    assert engine._opener._reserved.keys() == {"first"}
+    assert engine._opener._room.owners == {"first"}
     assert_goes_on_like(engine._sessions["first"], engine, some_ids(200))
 
 
@@ -344,7 +344,7 @@ def test_a_pool_that_is_full_of_kept_text_takes_no_fork(
         for block_id in free:
             engine._tiers.free(block_id)
         assert engine.session_names() == ["first"]
-        assert engine._opener._reserved.keys() == {"first"}
+        assert engine._opener._room.owners == {"first"}
         check_integrity(engine)
         assert_goes_on_like(session, engine, some_ids(200))
 

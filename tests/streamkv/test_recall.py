@@ -257,7 +257,7 @@ def test_a_mode_that_is_none_is_refused(engine: Engine, tiny_model_dir: Path) ->
         ({"retain": "window"}, "nothing is kept"),
         ({"cpu_bytes": 0}, "nothing is kept"),
         ({"store": "somewhere"}, "store=None"),
-        ({"attention": "full"}, "attention='full'"),
+        ({"attention": "full", "device": "cuda", "recall_blocks": 0}, "attention=.full."),
     ],
 )
 def test_options_that_cannot_be_are_refused(changed: dict[str, Any], message: str) -> None:

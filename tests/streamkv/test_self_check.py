@@ -10,14 +10,13 @@ import pytest
 
 from streamkv.self_check import (
     CONFIG,
-    GENERATED_A_PART,
-    NUM_PARTS,
-    TIERS,
+    FULL_TIERS,
+    GROUPS,
     Group,
     Outcome,
     self_check,
-    texts,
 )
+from streamkv.self_check_play import GENERATED_A_PART, NUM_PARTS, texts
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
@@ -25,10 +24,12 @@ from streamkv.tiers.spec import BlockKey
 QUIET = dataclasses.replace(CONFIG, compile="off")
 
 
-def check(model: Path, *tiers: str) -> dict[str, Outcome]:
+def check(model: Path, *tiers: str, mode: str = "window") -> dict[str, Outcome]:
     """Outcomes of some tiers, by tier."""
-    group = Group("window", cases=[case for case in TIERS if case.tier in tiers])
-    return {outcome.tier: outcome for outcome in self_check(str(model), QUIET, [group])}
+    [group] = [group for group in GROUPS if group.mode == mode]
+    cases = [case for case in group.cases if case.tier in tiers]
+    chosen = dataclasses.replace(group, cases=cases)
+    return {outcome.tier: outcome for outcome in self_check(str(model), QUIET, [chosen])}
 
 
 @pytest.fixture
@@ -41,15 +42,21 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_tier_brings_back_what_was_computed(tiny_model_dir: Path, temporary: Path) -> None:
     said: list[str] = []
     outcomes = list(self_check(str(tiny_model_dir), QUIET, on_progress=said.append))
-    assert [outcome.tier for outcome in outcomes] == ["gpu", "cpu", "ssd"]
-    assert [outcome.problem for outcome in outcomes] == ["", "", ""]
-    gpu, cpu, ssd = outcomes
+    told = [(outcome.mode, outcome.tier) for outcome in outcomes]
+    assert told == [(mode, tier) for mode in ("window", "full") for tier in ("gpu", "cpu", "ssd")]
+    assert [outcome.problem for outcome in outcomes] == [""] * 6
+    gpu, cpu, ssd = outcomes[:3]
     assert gpu.num_tokens == NUM_PARTS * GENERATED_A_PART
     assert cpu.num_tokens == ssd.num_tokens > 8 * QUIET.window_size
     # Resumed at block boundaries, the steps are the same: so are the results, bit for bit.
     assert cpu.largest_difference == ssd.largest_difference == 0.0
     assert min(outcome.num_blocks for outcome in outcomes) >= NUM_PARTS
-    assert len(said) == 4
+    # The same steps again: what came back is bit for bit what left.
+    assert {outcome.num_tokens for outcome in outcomes[3:]} == {cpu.num_tokens}
+    assert {outcome.largest_difference for outcome in outcomes[3:]} == {0.0}
+    # All that has left the window comes back twelve times.
+    assert min(outcome.num_blocks for outcome in outcomes[3:]) > 12 * NUM_PARTS
+    assert len(said) == 8
     assert list(temporary.iterdir()) == [], "a temporary store was left behind"
 
 
@@ -72,12 +79,13 @@ def flipping(real: Callable[..., bool]) -> Callable[..., bool]:
     return restore
 
 
+@pytest.mark.parametrize("mode", ["window", "full"])
 @pytest.mark.parametrize("tier", ["gpu", "cpu", "ssd"])
 def test_bytes_that_change_on_the_way_are_found(
-    tiny_model_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, tier: str
+    tiny_model_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, tier: str, mode: str
 ) -> None:
     monkeypatch.setattr(TierManager, "restore", flipping(TierManager.restore))
-    outcome = check(tiny_model_dir, tier)[tier]
+    outcome = check(tiny_model_dir, tier, mode=mode)[tier]
     assert outcome.num_blocks > 0
     assert outcome.num_different > 0
     assert outcome.largest_difference > 1e-3
@@ -93,6 +101,13 @@ def test_a_tier_that_brings_nothing_back_was_not_checked(
     assert outcome.num_different == 0, "computing all of it anew is right, too"
     assert outcome.num_blocks == 0
     assert "not exercised" in outcome.problem
+
+
+def test_a_mode_that_an_engine_does_not_have_is_said_and_left_out(tiny_model_dir: Path) -> None:
+    said: list[str] = []
+    refused = Group("full", {"attention": "full", "device": "cuda"}, FULL_TIERS)
+    assert list(self_check(str(tiny_model_dir), QUIET, [refused], said.append)) == []
+    assert said[-1].startswith("full: not checked: with a store or on a GPU")
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,10 @@ def test_without_data_it_says_what_text_it_is(
         (["--depths", "0.5,1.5"], "depths=1.5: outside 0 to 1. Use numbers from 0"),
         (["--depths", "nan"], "depths=nan: outside 0 to 1"),
         (["--questions", "0"], "questions=0: out of range"),
-        (["--modes", "window,far"], "modes='far': not a mode. Use some of window, recall, dense"),
+        (
+            ["--modes", "window,far"],
+            "modes='far': not a mode. Use some of window, recall, full, dense",
+        ),
         (["--feed-in", "full"], "feed_in='full': not a mode to read in"),
         (["--recall-blocks", "-1"], "recall_blocks=-1: out of range"),
         (["--window-size", "12"], "window_size=12: smaller than one block"),
@@ -185,10 +188,25 @@ def test_what_makes_no_sense_is_2_and_named(
     assert list(tmp_path.glob("recall*")) == []
 
 
-def test_a_mode_of_a_later_build_is_refused(bench: Any) -> None:
-    ran = bench("--modes", "window,full")
-    assert ran.code == 2
-    assert "this build has no such mode. Use --modes window,recall,dense" in ran.err
+def test_full_read_in_full_answers_as_dense_does(bench: Any, tmp_path: Path) -> None:
+    bench("--questions", 2, "--modes", "full,dense", "--feed-in", "same")
+    answers = read_answers(tmp_path / "recall.jsonl").answers
+    texts = {
+        mode: {(a.length, a.index): a.text for a in answers if a.mode == mode}
+        for mode in ("full", "dense")
+    }
+    assert texts["full"] == texts["dense"] and len(texts["full"]) == 4
+    assert {a.fed_in for a in answers} == {"full", "dense"}
+
+
+def test_all_modes_are_asked_together_and_full_reads_in_window(bench: Any, tmp_path: Path) -> None:
+    four = ["--modes", "window,recall,full,dense", "--window", 192, "--lengths", 500]
+    made = bench("--questions", 2, *four, "--recall-blocks", 2, "--json").json
+    answers = read_answers(tmp_path / "recall.jsonl").answers
+    assert sorted(a.mode for a in answers) == sorted(["window", "recall", "full", "dense"] * 2)
+    assert {a.fed_in for a in answers if a.mode == "full"} == {"window"}
+    assert {a.recalled_blocks for a in answers if a.mode == "full"} == {None}
+    assert made["figures"]["full_500_found"]["asked"] == 2
 
 
 def test_answers_are_neither_overwritten_nor_mixed(bench: Any, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 
-from streamkv.config import EngineConfig
+from streamkv.config import EngineConfig, parse_size
 from streamkv.errors import ConfigError
 from streamkv.recall_bench import modes
 from streamkv.recall_bench.modes import Reading, dense_config, readings, require_modes
+from streamkv.sizing import blocks_of_session
+from streamkv.tiers.spec import KVSpec
 
 ALL = ("window", "recall", "full", "dense")
 
@@ -38,10 +40,22 @@ def test_unknown_modes_are_named(given: tuple[tuple[str, ...], str], told: str) 
         require_modes(*given)
 
 
-def test_a_mode_that_this_build_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="modes='full': this build has no such mode"):
-        require_modes(("window", "full"), "window")
-    assert modes.modes_of_build() == ("window", "recall", "dense")
+def test_the_gpu_pool_has_room_for_full_beside_another_session() -> None:
+    spec = KVSpec(2, 2, 16, "float32")
+    roomy = modes.with_room_for_full(EngineConfig(), spec, 6400, 16)
+    config = modes.recall_config(roomy, spec, "full", 16, 6400)
+    one = blocks_of_session(config, spec, 4, config.window_size)
+    assert parse_size("gpu_bytes", config.gpu_bytes or 0) >= (2 * one + 100) * spec.block_bytes
+    large = EngineConfig(gpu_bytes="1GiB")
+    assert modes.with_room_for_full(large, spec, 6400, 0).gpu_bytes == 2**30
+
+
+def test_full_is_refused_on_a_gpu_and_not_among_its_modes() -> None:
+    spec = KVSpec(2, 2, 16, "float32")
+    assert modes.default_modes("cpu") == ALL
+    assert modes.default_modes("cuda") == ("window", "recall", "dense")
+    with pytest.raises(ConfigError, match=r"on a GPU .* Use --modes window,recall,dense"):
+        modes.with_room_for_full(EngineConfig(device="cuda"), spec, 6400, 0)
 
 
 def test_nothing_leaves_the_window_of_dense() -> None:
