@@ -8,10 +8,15 @@ All layers choose together: each layer, head and query says by a softmax over th
 would look, and the mean of these decides (measured: docs/recall.md).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from streamkv.kernels.rope import RopeTables, rotate
+from streamkv.kernels.rope import rotate
+
+SCRATCH_BYTES = 128 << 20
+"""Scores that are made at once, by all queries with all blocks, if more than one head's."""
 
 
 def block_digests(pool: Tensor, block_ids: Tensor) -> Tensor:
@@ -25,26 +30,42 @@ def block_digests(pool: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def block_weights(
-    queries: Tensor, digests: Tensor, distance: int, rope: RopeTables, scales: list[float]
+    queries: Tensor, pages: Sequence[Tensor], cos: Tensor, sin: Tensor, scales: Tensor
 ) -> Tensor:
     """How much of their attention queries would give to each block: float32 [n], summing to 1.
 
+    Nothing waits for the device.
+
     Args:
         queries: [num_layers, T, num_q_heads, head_dim], un-rotated, T at least 1.
-        digests: [n, num_layers, num_kv_heads, head_dim], n at least 1.
-        distance: from each query to the start of a block, the same for all.
-        rope: tables that hold the distance.
-        scales: of the scores, by layer.
+        pages: digests of n blocks in pieces, in order, each
+            [num_layers * num_kv_heads, blocks, head_dim]; n at least 1. Pieces that lie in pinned
+            memory are copied to the device of the queries, a part at a time.
+        cos, sin: float32 [rotary_dim / 2], of the distance from each query to the start of a block,
+            the same for all.
+        scales: float32 [num_layers], of the scores.
     """
     num_layers, num_queries, num_q_heads, head_dim = queries.shape
-    num_kv_heads = digests.shape[2]
-    cos, sin = rope.rows(torch.tensor([distance], device=queries.device))
-    turned = rotate(queries.float(), cos, sin)
-    heads = (num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-    turned = turned.view(num_layers, num_queries, *heads)
-    weights = torch.zeros(digests.shape[0], device=digests.device)
-    # Layer by layer: the scores of all of them at once would be large for a long history.
-    for layer in range(num_layers):
-        scores = torch.einsum("thgd,nhd->thgn", turned[layer], digests[:, layer].float())
-        weights += (scores * scales[layer]).softmax(-1).mean((0, 1, 2))
-    return weights / num_layers
+    num_units = pages[0].shape[0]
+    num_kv_heads = num_units // num_layers
+    group = num_q_heads // num_kv_heads
+    turned = rotate(queries.float(), cos, sin) * scales[:, None, None, None]
+    turned = turned.view(num_layers, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
+    # A unit is one KV head of one layer.
+    turned = turned.reshape(num_units, num_queries * group, head_dim)
+    num_blocks = sum(page.shape[1] for page in pages)
+    weights = torch.zeros(num_blocks, device=queries.device)
+    # Some units at a time: the scores of all of them would be large for a long history.
+    unit_bytes = 4 * num_blocks * (2 * num_queries * group + head_dim)
+    step = max(1, SCRATCH_BYTES // unit_bytes)
+    for low in range(0, num_units, step):
+        part = turned[low : low + step]
+        scores = torch.cat([part @ _keys(page, low, part) for page in pages], -1)
+        weights += scores.softmax(-1).sum((0, 1))
+    return weights / (num_units * num_queries * group)
+
+
+def _keys(page: Tensor, low: int, part: Tensor) -> Tensor:
+    """Digests as a product with the units `part` takes them: float32 [units, head_dim, blocks]."""
+    here = page[low : low + part.shape[0]].to(part.device, non_blocking=True)
+    return here.float().transpose(1, 2)

@@ -13,9 +13,10 @@ from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
+from streamkv.kernels.digests import block_digests
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root
-from streamkv.recaller import Recaller, RecallOptions
+from streamkv.recaller import Digest, Recaller, RecallOptions
 from streamkv.runner import Runner
 from streamkv.sizing import table_capacity
 from streamkv.tiers.cpu_pool import CpuPool
@@ -97,7 +98,14 @@ def make_recaller(
     if config.recall_blocks == 0:
         return None
     options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
-    return Recaller(adapter, pool.data, tiers, options)
+    if pool.data.device.type == "cpu":
+        digest: Digest = block_digests
+    else:
+        # Imported only here: Triton is not there on every system.
+        from streamkv.kernels import gpu_digest
+
+        digest = gpu_digest.block_digests
+    return Recaller(adapter, pool.data, tiers, options, digest)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:
@@ -118,4 +126,5 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         max_sequences=config.max_sessions,
         max_chunk=config.prefill_chunk,
         cache=cache_root(),
+        observes=config.recall_blocks > 0,
     )

@@ -10,16 +10,40 @@ nothing is lost when everything can be recalled.
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from streamkv.window import Window
 
 
+class Choosing(Protocol):
+    """A choice that was made, and may not be known yet."""
+
+    def is_known(self) -> bool:
+        """Whether nothing has to be waited for."""
+
+    def blocks(self) -> tuple[int, ...]:
+        """Block indices, ascending; waits for them."""
+
+
+class Known(NamedTuple):
+    """A choice that is known: block indices, ascending."""
+
+    indices: tuple[int, ...]
+
+    def is_known(self) -> bool:
+        """Always True."""
+        return True
+
+    def blocks(self) -> tuple[int, ...]:
+        """They."""
+        return self.indices
+
+
 class Choice(NamedTuple):
-    """Blocks to attend to, by block index, ascending, for the tokens from `token_index` on."""
+    """Blocks to attend to for the tokens from `token_index` on."""
 
     token_index: int
-    blocks: tuple[int, ...]
+    choosing: Choosing
 
 
 class RecallSchedule:

@@ -10,20 +10,26 @@ here for a sequence: the engine's, or who holds the session while nothing of it 
 """
 
 import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from streamkv.device_copies import to_device
 from streamkv.digest_index import DigestIndex
-from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.recall_schedule import Choice, Choosing, RecallSchedule
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
+
+Digest = Callable[[Tensor, Tensor], Tensor]
+"""(pool, block ids int64 [n] on its device) -> float32 [n, num_layers, num_kv_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +66,42 @@ class Recaller:
         pool: the gpu pool's blocks.
         tiers: where blocks are.
         options: how sessions recall.
+        digest: makes digests of blocks of the pool.
 
     Attributes:
         options: as given.
         num_absent: chosen blocks that no tier had.
+        num_waits: choices that had to be waited for.
+        waited_s: how long.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, pool: Tensor, tiers: TierManager, options: RecallOptions
+        self,
+        adapter: ModelAdapter,
+        pool: Tensor,
+        tiers: TierManager,
+        options: RecallOptions,
+        digest: Digest,
     ) -> None:
         self.options = options
         self.num_absent = 0
+        self.num_waits = 0
+        self.waited_s = 0.0
         self._adapter = adapter
         self._pool = pool
         self._tiers = tiers
-        self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
+        self._digest_of = digest
+        self._scales = torch.tensor(adapter.scales, device=pool.device)
+        # One distance at a time is asked for, and kept on the device.
+        self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: dict[Sequence, _Stream] = {}
 
     def open(self, sequence: Sequence) -> ObservedQueries:
         """Digest a new sequence from its first block on; returns who is to see its queries."""
         adapter, options = self._adapter, self.options
         shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
-        queries = ObservedQueries(*shape, self._pool.device)
+        queries = ObservedQueries(*shape, self._pool.device, self._pool.dtype)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
         index = DigestIndex(adapter.spec, self._pool.device)
         self._streams[sequence] = _Stream(index, queries, schedule)
@@ -137,11 +157,18 @@ class Recaller:
             self._install(sequence, stream, ())
 
     def choose_now(self, sequence: Sequence) -> None:
-        """An answer begins: choose for the next token on."""
+        """An answer begins: choose for the next token on, and bring back what was chosen.
+
+        A step that was launched ahead with other blocks is told by their version.
+
+        Raises:
+            PoolFullError: the gpu pool has no room.
+        """
         stream = self._streams.get(sequence)
         if stream is not None and stream.is_on:
             stream.attended.clear()
             self._choose(sequence, stream, sequence.num_computed)
+            self.before_step(sequence, sequence.num_computed)
 
     def before_step(self, sequence: Sequence, start: int) -> None:
         """Bring back what the tokens from `start` on attend to.
@@ -152,7 +179,7 @@ class Recaller:
         stream = self._streams.get(sequence)
         choice = stream.schedule.take(start) if stream is not None else None
         if stream is not None and choice is not None:
-            self._install(sequence, stream, choice.blocks)
+            self._install(sequence, stream, self._awaited(choice.choosing))
 
     def after_step(self, sequence: Sequence) -> None:
         """Digest what was sealed and choose if a stride has passed; nothing has expired yet."""
@@ -194,15 +221,26 @@ class Recaller:
         sequence.recall_boundary = boundary if stream.is_on else None
 
     def _digest(self, sequence: Sequence, stream: _Stream) -> None:
+        """Digests of what was sealed in a step, as few launches as there can be."""
         num_sealed = sequence.num_computed // sequence.block_size
-        while len(stream.index) < num_sealed:
-            block_index = len(stream.index)
-            if block_index not in sequence.table or sequence.table[block_index].key is None:
-                stream.index.append(None, None)
+        keys: list[BlockKey] = []
+        block_ids: list[int] = []
+        for block_index in range(len(stream.index), num_sealed):
+            is_live = block_index in sequence.table
+            block = sequence.table[block_index] if is_live else None
+            if block is not None and block.key is not None:
+                keys.append(block.key)
+                block_ids.append(block.block_id)
                 continue
-            block = sequence.table[block_index]
-            ids = torch.tensor([block.block_id], device=self._pool.device)
-            stream.index.append(block.key, block_digests(self._pool, ids)[0])
+            self._extend(stream, keys, block_ids)
+            keys, block_ids = [], []
+            stream.index.append_missing()
+        self._extend(stream, keys, block_ids)
+
+    def _extend(self, stream: _Stream, keys: list[BlockKey], block_ids: list[int]) -> None:
+        if keys:
+            places = to_device(torch.tensor(block_ids), self._pool.device)
+            stream.index.extend(keys, self._digest_of(self._pool, places))
 
     def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         queries = stream.queries.before(sequence.num_computed)
@@ -214,16 +252,34 @@ class Recaller:
             first_block = schedule.first_within(token_index, self._adapter.trained_length)
             # True distances differ by block; all are scored as just beyond the window.
             policy = "far"
-        blocks = stream.index.choose(
+        distance = farthest(policy, window.window_size, schedule.num_blocks, size)
+        choosing = stream.index.choose(
             queries,
             first_block,
             schedule.candidates(window, token_index, len(stream.index)),
             schedule.num_blocks,
-            farthest(policy, window.window_size, schedule.num_blocks, size),
-            self._rope,
-            list(self._adapter.scales),
+            self._angles_of(distance),
+            self._scales,
         )
-        schedule.put(Choice(token_index, blocks))
+        schedule.put(Choice(token_index, choosing))
+
+    def _angles_of(self, distance: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of a distance, on the device."""
+        if distance not in self._angles:
+            cos, sin = self._rope.rows(torch.tensor(distance))
+            device = self._pool.device
+            self._angles[distance] = to_device(cos, device), to_device(sin, device)
+        return self._angles[distance]
+
+    def _awaited(self, choosing: Choosing) -> tuple[int, ...]:
+        """The blocks of a choice; what has to be waited for is counted."""
+        if choosing.is_known():
+            return choosing.blocks()
+        begin = time.monotonic()
+        blocks = choosing.blocks()
+        self.num_waits += 1
+        self.waited_s += time.monotonic() - begin
+        return blocks
 
     def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled
