@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from streamkv.kernels.decode_plan import plan_decode, plan_recall
+from streamkv.kernels.decode_plan import plan_decode
 from streamkv.kernels.gpu_decode import (
     DecodeScratch,
     decode,
@@ -45,7 +45,6 @@ __all__ = [
     "decode_splits",
     "merge",
     "plan_decode",
-    "plan_recall",
     "prefill",
     "prefill_launch",
     "prefill_tiles",

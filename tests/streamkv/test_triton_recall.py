@@ -1,6 +1,5 @@
 """Recall over the Triton runner, interpreted or on a GPU, against the CPU's tokens and choices."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
