@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from streamkv.kernels.recall_limits import SCRATCH_BYTES
 from streamkv.kernels.rope import rotate
-
-SCRATCH_BYTES = 128 << 20
-"""Scores that are made at once, by all queries with all blocks, if more than one head's."""
 
 
 def block_digests(pool: Tensor, block_ids: Tensor) -> Tensor:

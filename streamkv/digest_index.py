@@ -29,11 +29,6 @@ def page_rows(number: int) -> int:
     return min(FIRST_ROWS << number, MOST_ROWS)
 
 
-def digest_bytes(spec: KVSpec) -> int:
-    """Bytes of the digest of one block."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-
-
 class DigestIndex:
     """Digests by block index.
 

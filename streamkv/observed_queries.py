@@ -85,8 +85,3 @@ class ObservedQueries:
 def layer_stride(num_q_heads: int, head_dim: int) -> int:
     """Elements from a layer's queries to those of the next."""
     return NUM_PLACES * num_q_heads * head_dim
-
-
-def ring_bytes(num_layers: int, num_q_heads: int, head_dim: int, element_bytes: int) -> int:
-    """Bytes of what is kept of one stream."""
-    return num_layers * layer_stride(num_q_heads, head_dim) * element_bytes

@@ -73,6 +73,11 @@ def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
     return -(-(window + sinks + 8 + recalled) // 16) * 16
 
 
+def digest_bytes(spec: KVSpec) -> int:
+    """Bytes of the digest of one block, by which it is chosen for recall."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+
+
 def num_gpu_blocks(config: EngineConfig, spec: KVSpec) -> int:
     """Blocks of the gpu pool.
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamkv.digest_index import DigestIndex, digest_bytes, page_rows
+from streamkv.digest_index import DigestIndex, page_rows
 from streamkv.kernels.digests import block_weights
 from streamkv.kernels.rope import RopeTables
+from streamkv.sizing import digest_bytes
 from streamkv.tiers.spec import BlockKey, KVSpec
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, block_size=64, dtype="float32")

@@ -243,10 +243,11 @@ def test_a_captured_step_attends_to_recalled_blocks_as_an_eager_one_does(
             session.delete()
         return found
 
-    with Engine(str(tiny_model_dir), options(dtype=dtype, compile="off")) as engine:
+    eagerly = options(attention="window", dtype=dtype, compile="off")
+    with Engine(str(tiny_model_dir), eagerly) as engine:
         eager, plain = told(engine, "recall"), told(engine, "window")
     with (
-        Engine(str(tiny_model_dir), options(dtype=dtype)) as engine,
+        Engine(str(tiny_model_dir), options(attention="window", dtype=dtype)) as engine,
         counting_graphs(engine) as runs,
     ):
         captured = told(engine, "recall")

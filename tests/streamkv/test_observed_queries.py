@@ -10,7 +10,6 @@ from streamkv.observed_queries import (
     NUM_OBSERVED,
     ObservedQueries,
     layer_stride,
-    ring_bytes,
 )
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -106,7 +105,6 @@ def test_addresses_are_those_of_the_places_and_older_tokens_have_none() -> None:
             rows.view(-1, HEADS, DIM)[offset // row_bytes] = query(layer, token)
     found = made.before(7 + count)
     assert found is not None and torch.equal(found.float(), expected(7 + count))
-    assert rows.numel() * 2 == ring_bytes(LAYERS, HEADS, DIM, 2)
 
 
 def test_a_fork_keeps_what_its_origin_overwrites() -> None:

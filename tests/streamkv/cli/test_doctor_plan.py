@@ -58,7 +58,7 @@ def test_the_sizes_on_disk_are_those_of_the_loaded_model(tiny_model_dir: Path) -
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     size, spec = read_size(tiny_model_dir, "float32")
     assert spec == adapter.spec
-    assert size == ModelSize(weight_bytes, 96, 6 * 16 + 2 * 2 * 16, adapter.vocab_size)
+    assert size == ModelSize(weight_bytes, 96, 6 * 16 + 2 * 2 * 16, adapter.vocab_size, 96)
     assert read_size(tiny_model_dir, "bfloat16")[0].weight_bytes == weight_bytes // 2
 
 
