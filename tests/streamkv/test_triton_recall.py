@@ -1,5 +1,6 @@
 """Recall over the Triton runner, interpreted or on a GPU, against the CPU's tokens and choices."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ PLAIN_TOKENS = 5 * STRIDE
 """Computed by the CPU's runner, which is a hundred times as fast as the interpreter."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+BRIEF = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 Story = list[tuple[list[Any], list[int]]]
 
@@ -121,5 +123,44 @@ def test_tokens_and_choices_are_those_of_the_cpu_however_the_input_is_cut(
         session = engine.session("one")
         read(session, some_ids(num_tokens), cut)
         return [answer(session)]
+
+    on_both(narrow_model_dir, tell)
+
+
+def test_sessions_that_share_steps_answer_as_each_alone(narrow_model_dir: Path) -> None:
+    """One recalls and the other does not."""
+
+    def opened(engine: Engine) -> list[Session]:
+        sessions = [engine.session("one"), engine.session("two")]
+        for session, mode in zip(sessions, ("recall", "window"), strict=True):
+            session.set_mode(mode)  # type: ignore[arg-type]  # one of the two
+            read(session, some_ids(PLAIN_TOKENS + 2))
+        return sessions
+
+    async def together(sessions: list[Session]) -> list[list[int | None]]:
+        async def one(session: Session) -> list[int | None]:
+            return [delta.token_id async for delta in session.agenerate(GREEDY)]
+
+        return await asyncio.gather(*(one(session) for session in sessions))
+
+    with Engine(str(narrow_model_dir), options()) as engine:
+        alone = [answer(session) for session in opened(engine)]
+    with triton_engine(narrow_model_dir) as engine:
+        sessions = opened(engine)
+        assert asyncio.run(together(sessions)) == [tokens for tokens, _ in alone]
+        attended = [[each.start for each in session.attended()] for session in sessions]
+        assert attended == [blocks for _, blocks in alone]
+        assert attended[0] and not attended[1]
+
+
+def test_fork_and_rewind_are_those_of_the_cpu(narrow_model_dir: Path) -> None:
+    def tell(engine: Engine) -> Story:
+        session = engine.session("one")
+        read(session, some_ids(PLAIN_TOKENS + 3))
+        fork = session.fork("two")
+        found = [answer(session, BRIEF), answer(fork, BRIEF)]
+        session.rewind(PLAIN_TOKENS - 20)
+        read(session, some_ids(22, seed=11))
+        return [*found, answer(session, BRIEF)]
 
     on_both(narrow_model_dir, tell)

@@ -77,7 +77,7 @@ def test_weights_in_several_files_are_added_up(tmp_path: Path) -> None:
     save_weights(tmp_path / "two.safetensors", {"b": {"shape": [7]}, "c": {"shape": []}})
     save_weights(tmp_path / "consolidated.safetensors", {"all": {"shape": [1000]}})
     size, spec = read_size(tmp_path, "float16")
-    assert size == ModelSize(2 * (40 + 7 + 1), 8, (2 + 2 * 2) * 4, 5)
+    assert size == ModelSize(2 * (40 + 7 + 1), 8, (2 + 2 * 2) * 4, 5, 8)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype) == (3, 2, 4, "float16")
 
 
