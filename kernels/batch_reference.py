@@ -8,7 +8,6 @@ from torch import Tensor
 
 from streamkv.kernels import reference
 from streamkv.kernels.batch_table import BatchTable
-from streamkv.kernels.recall_table import RecallTable, recalled_visible
 from streamkv.kernels.rope import RopeTables
 
 
@@ -24,8 +23,6 @@ def attend(
     *,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
-    recall: RecallTable | None = None,
-    recall_pools: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """What `gpu.decode` and `gpu.prefill` compute, over blocks of all pools.
 
@@ -35,11 +32,8 @@ def attend(
         layer, table, query_starts, rope: as there.
         num_queries: of each sequence.
         scale, softcap, sink_logits: how scores become weights.
-        recall: old blocks of each layer, attended besides.
-        recall_pools: those whose slices the ids of `recall` count through; `pools` if not given.
     """
     blocks = torch.cat([pool.to(q.device) for pool in pools])
-    kept = [pool.to(q.device).flatten(0, 1) for pool in recall_pools or pools]
     outs, lses, begin = [q[:0]], [q.new_zeros(0, q.shape[1], dtype=torch.float32)], 0
     for index, count in enumerate(num_queries):
         tokens = int(query_starts[index]) + torch.arange(count, device=q.device)
@@ -47,12 +41,6 @@ def attend(
         shared = table.sequence(index)
         slices, distances = blocks[shared.block_ids, layer], shared.distances(tokens)
         visible = shared.visible(tokens, window_size, block_size)
-        if recall is not None:
-            old = recall.entries(index, layer)
-            outside = recalled_visible(old, tokens, window_size, block_size)
-            slices = torch.cat([slices, torch.cat(kept)[old.block_ids]])
-            visible = torch.cat([visible, outside], 1)
-            distances = torch.cat([distances, old.distances(tokens)], 1)
         out, lse = reference.attend_slices(
             q[begin : begin + count], slices, visible, distances, rope, scale, softcap=softcap
         )

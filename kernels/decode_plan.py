@@ -11,9 +11,7 @@ from torch import Tensor
 
 from streamkv.kernels.batch_table import BatchTable
 from streamkv.kernels.gpu_shape import require
-from streamkv.kernels.recall_table import RecallTable
 from streamkv.kernels.triton_decode import seen_kernel
-from streamkv.kernels.triton_recall import recalled_seen_kernel
 
 MAX_DECODE_QUERIES = 8
 
@@ -54,57 +52,10 @@ def plan_decode(
     return seen
 
 
-def plan_recall(
-    recall: RecallTable,
-    table: BatchTable,
-    query_starts: Tensor,
-    num_queries: int,
-    seen: Tensor | None = None,
-) -> Tensor:
-    """What each query sees of what each layer recalls; made once for all layers of a step.
-
-    Args:
-        recall: entries of S sequences and L layers.
-        table: of the same sequences; gives their windows.
-        query_starts, num_queries: as for `plan_decode`.
-        seen: int32 [S * num_queries, L, K, 4] to write to; made if not given.
-    """
-    check_recall(recall, table, recall.num_layers)
-    _check_starts(table, query_starts, num_queries)
-    rows, num_layers, capacity = table.num_sequences * num_queries, *recall.addresses.shape[1:]
-    room = (rows, num_layers, capacity, 4)
-    seen = _room(seen, room, query_starts.device)
-    if not seen.numel():
-        return seen
-    entries = min(_SEEN_ENTRIES, triton.next_power_of_2(capacity))
-    recalled_seen_kernel[(rows, num_layers, triton.cdiv(capacity, entries))](
-        recall.starts,
-        recall.caps,
-        recall.first_valid,
-        recall.end_valid,
-        recall.counts,
-        table.window_sizes,
-        query_starts,
-        seen,
-        num_layers,
-        capacity,
-        QUERIES=num_queries,
-        ENTRIES=entries,
-        num_warps=4,
-    )
-    return seen
-
-
 def check_plan(name: str, seen: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `ConfigError` unless a plan has this shape and lies in one piece."""
     fits = seen.shape == shape and seen.dtype == torch.int32 and seen.is_contiguous()
     require(name, list(seen.shape), fits, f"Pass {list(shape)}, int32 and contiguous.")
-
-
-def check_recall(recall: RecallTable, table: BatchTable, num_layers: int) -> None:
-    """Raise `ConfigError` unless the tables are of the same sequences and of so many layers."""
-    found, wanted = recall.addresses.shape, (table.num_sequences, num_layers, recall.capacity)
-    require("recall", list(found), found == wanted, f"Pass {list(wanted)}.")
 
 
 def _check_starts(table: BatchTable, query_starts: Tensor, num_queries: int) -> None:

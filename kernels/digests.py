@@ -13,50 +13,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from streamkv.kernels.rope import RopeTables, rotate
-
-_BLOCKS_AT_ONCE = 2048
-"""So that scores of a long history do not need much memory."""
+from streamkv.kernels.recall_limits import SCRATCH_BYTES
+from streamkv.kernels.rope import rotate
 
 
 def block_digests(pool: Tensor, block_ids: Tensor, kv_heads: Tensor) -> Tensor:
-    """Digests of full blocks: [n, R, block_size, head_dim], in the pool's type.
+    """Digests of full blocks: [R, n, block_size, head_dim], in the pool's type.
 
     Args:
         pool: [blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
         block_ids: int64 [n].
         kv_heads: int64 [R, 2], layer and KV head of each row of a digest.
     """
-    layers, heads = kv_heads.unbind(1)
-    return pool[block_ids[:, None], layers, 0, heads]
+    layers, heads = kv_heads[:, :1], kv_heads[:, 1:]
+    return pool[block_ids, layers, 0, heads]
 
 
 def block_weights(
     queries: Tensor,
-    digests: Tensor,
+    pages: Sequence[Tensor],
     rows: Sequence[int],
-    distance: int,
-    rope: RopeTables,
+    cos: Tensor,
+    sin: Tensor,
     scales: Sequence[float],
 ) -> Tensor:
     """How much of their attention queries would give to each block: float32 [n], summing to 1.
 
+    Nothing waits for the device.
+
     Args:
         queries: [H, T, head_dim], un-rotated, of H query heads, T at least 1.
-        digests: [n, R, block_size, head_dim], n at least 1.
+        pages: digests of n blocks in pieces, in order, each [R, blocks, block_size, head_dim]; n at
+            least 1.
         rows: of each query head, which row of a digest it reads.
-        distance: from each query to the start of a block, the same for all.
-        rope: tables that hold the distance.
+        cos, sin: float32 [rotary_dim / 2], of the distance from each query to the start of a block,
+            the same for all.
         scales: of the scores, of each query head.
     """
-    cos, sin = rope.rows(torch.tensor([distance], device=queries.device))
     turned = rotate(queries.float(), cos, sin)
-    total = torch.zeros(digests.shape[0], device=digests.device)
+    num_blocks = sum(page.shape[1] for page in pages)
+    block_size, head_dim = pages[0].shape[2:]
+    # Keys and scores in 32 bits, of some blocks at a time.
+    step = max(1, SCRATCH_BYTES // (4 * block_size * (head_dim + queries.shape[1])))
+    weights = torch.zeros(num_blocks, device=queries.device)
     for head, (row, scale) in enumerate(zip(rows, scales, strict=True)):
-        parts = [
-            (turned[head] @ keys[:, row].float().transpose(1, 2) * scale).logsumexp(-1)
-            for keys in torch.split(digests, _BLOCKS_AT_ONCE)
+        query = turned[head].T * scale
+        # Each piece is [blocks, T].
+        pieces = [
+            (keys.float() @ query).logsumexp(1)
+            for page in pages
+            for keys in torch.split(page[row], step)
         ]
-        # Each part is [blocks, T].
-        total += torch.cat(parts).softmax(0).mean(1)
-    return total / len(rows)
+        weights += torch.cat(pieces).softmax(0).mean(1)
+    return weights / len(rows)

@@ -9,11 +9,13 @@ rotary dimension, groups of 1 to 16 query heads. Element types float16, bfloat16
 and sums are float32. float32 is exact (no TF32), for checks rather than for speed.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
-from streamkv.kernels.decode_plan import plan_decode, plan_recall
+from streamkv.kernels.decode_plan import plan_decode
 from streamkv.kernels.gpu_decode import (
     DecodeScratch,
     decode,
@@ -32,6 +34,7 @@ from streamkv.kernels.triton_write import write_kernel
 __all__ = [
     "DecodeScratch",
     "Launch",
+    "Observed",
     "Shape",
     "Softmax",
     "copy_blocks",
@@ -42,7 +45,6 @@ __all__ = [
     "decode_splits",
     "merge",
     "plan_decode",
-    "plan_recall",
     "prefill",
     "prefill_launch",
     "prefill_tiles",
@@ -50,6 +52,20 @@ __all__ = [
 ]
 
 _COPY_WORDS = 1024
+
+
+class Observed(NamedTuple):
+    """Queries that are kept for the choice of old blocks.
+
+    Attributes:
+        q: [T, num_q_heads, head_dim], un-rotated; the last dimension is contiguous.
+        targets: int64 [T], the address of where those of layer 0 go, a multiple of 16; 0: nowhere.
+        layer_stride: elements from there to where those of the next layer go.
+    """
+
+    q: Tensor
+    targets: Tensor
+    layer_stride: int
 
 
 def write_kv(
@@ -60,6 +76,7 @@ def write_kv(
     layer: int,
     rope: RopeTables,
     pdl: bool = False,
+    observed: Observed | None = None,
 ) -> None:
     """Write un-rotated `k` and `v` of a packed row into their slots of one layer.
 
@@ -71,6 +88,7 @@ def write_kv(
         layer: of the pool.
         rope: tables on the pool's device, for at least block_size positions.
         pdl: overlap with the kernel before (Hopper and later).
+        observed: queries that are kept besides.
     """
     shape = Shape.of(pool, pool.shape[3], rope)
     check_layer(shape, layer)
@@ -79,6 +97,10 @@ def write_kv(
         require(name, list(rows.shape), tuple(rows.shape) == expected, f"Pass {list(expected)}.")
         require(name, rows.stride(), rows.stride(2) == 1, "Its last stride must be 1.")
     require("slot_mapping", slot_mapping.dtype, slot_mapping.dtype == torch.int64, "Pass int64.")
+    # Where nothing is observed, any tensors will do: they are not read.
+    q, targets, stride = (k, slot_mapping, 0) if observed is None else observed
+    if observed is not None:
+        _check_observed(observed, expected[0], shape)
     if not slot_mapping.shape[0]:
         return
     constants = shape.constants()
@@ -95,12 +117,29 @@ def write_kv(
         pool.stride(0),
         *k.stride()[:2],
         *v.stride()[:2],
+        q,
+        targets,
+        layer * stride,
+        *q.stride()[:2],
         HEADS_PAD=triton.next_power_of_2(shape.num_kv_heads),
         **constants,
+        NUM_Q_HEADS=q.shape[1],
+        Q_HEADS_PAD=triton.next_power_of_2(q.shape[1]),
+        OBSERVES=observed is not None,
         PDL=pdl,
         num_warps=4,
         **pdl_option(pdl),
     )
+
+
+def _check_observed(observed: Observed, num_tokens: int, shape: Shape) -> None:
+    q, targets, _ = observed
+    fits = q.dim() == 3 and q.shape[0] == num_tokens and q.shape[2] == shape.head_dim
+    wanted = f"Pass [{num_tokens}, num_q_heads, {shape.head_dim}]."
+    require("q", list(q.shape), fits, wanted)
+    require("q", q.stride(), q.stride(2) == 1, "Its last stride must be 1.")
+    fits = targets.shape == (num_tokens,) and targets.dtype == torch.int64
+    require("targets", list(targets.shape), fits, f"Pass int64 [{num_tokens}].")
 
 
 def copy_blocks(sources: Tensor, targets: Tensor, num_bytes: int) -> None:

@@ -5,14 +5,13 @@ stream as it grows. What each query sees comes from `decode_plan`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from streamkv.kernels.batch_table import BatchTable
-from streamkv.kernels.decode_plan import check_plan, check_recall
+from streamkv.kernels.decode_plan import check_plan
 from streamkv.kernels.gpu_shape import (
     MIN_ROWS,
     Launch,
@@ -24,7 +23,6 @@ from streamkv.kernels.gpu_shape import (
     pdl_option,
     require,
 )
-from streamkv.kernels.recall_table import RecallTable
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_decode import decode_kernel, merge_splits_kernel
 
@@ -95,8 +93,6 @@ def decode(
     out: Tensor | None = None,
     launch: Launch | None = None,
     pdl: bool = False,
-    recall: RecallTable | None = None,
-    recall_seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the same small number of consecutive queries of each sequence.
 
@@ -112,8 +108,6 @@ def decode(
         out: [S * num_queries, num_q_heads, head_dim] to write to; made if not given.
         launch: of the kernel; chosen by shape if not given.
         pdl: overlap with the kernel before (Hopper and later).
-        recall: old blocks of each layer, attended after the entries of the table.
-        recall_seen: of `plan_recall`; needed with `recall`.
 
     Returns:
         out and lse float32 [S * num_queries, num_q_heads]; a query that sees nothing gets zeros and
@@ -125,13 +119,11 @@ def decode(
     fits = out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     require("out", list(out.shape), fits, f"Pass contiguous {q.dtype} {list(q.shape)}.")
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    recalled = _recalled(recall, recall_seen, table, shape, q.shape[0])
     if not q.shape[0]:
         return out, lse
     num_sequences, num_queries = table.num_sequences, q.shape[0] // table.num_sequences
     if scratch is None:
-        capacity = table.capacity + recalled.capacity
-        splits = decode_splits(shape, num_sequences, capacity, _processors(q.device))
+        splits = decode_splits(shape, num_sequences, table.capacity, _processors(q.device))
         scratch = decode_scratch(shape, num_sequences, num_queries, splits, q.device)
     rows = decode_rows(shape, num_queries)
     _check_scratch(scratch, num_sequences * shape.num_kv_heads * rows, shape.head_dim)
@@ -146,7 +138,6 @@ def decode(
         table.addresses,
         seen,
         table.num_entries,
-        *recalled[:3],
         rope.cos,
         rope.sin,
         scratch.out,
@@ -160,11 +151,7 @@ def decode(
         softmax.softcap or 1.0,
         *q.stride()[:2],
         table.capacity,
-        layer if recalled.capacity else 0,
-        recalled.num_layers,
-        recalled.capacity,
         **constants,
-        HAS_RECALL=recalled.capacity > 0,
         HAS_SOFTCAP=softmax.softcap is not None,
         AHEAD=DECODE_AHEAD and shape.head_dim == triton.next_power_of_2(shape.head_dim),
         num_warps=launch.num_warps,
@@ -187,34 +174,6 @@ def decode(
         **pdl_option(pdl),
     )
     return out, lse
-
-
-class _Recalled(NamedTuple):
-    """What the kernel is given of a `RecallTable`."""
-
-    addresses: Tensor
-    seen: Tensor
-    counts: Tensor
-    num_layers: int
-    capacity: int
-
-
-def _recalled(
-    recall: RecallTable | None,
-    recall_seen: Tensor | None,
-    table: BatchTable,
-    shape: Shape,
-    num_rows: int,
-) -> _Recalled:
-    if recall is None:
-        # Nothing reads them.
-        return _Recalled(table.addresses, table.num_entries, table.num_entries, 0, 0)
-    check_recall(recall, table, shape.num_layers)
-    require("recall_seen", recall_seen, recall_seen is not None, "Pass that of `plan_recall`.")
-    assert recall_seen is not None
-    num_layers, capacity = recall.num_layers, recall.capacity
-    check_plan("recall_seen", recall_seen, (num_rows, num_layers, capacity, 4))
-    return _Recalled(recall.addresses, recall_seen, recall.counts, num_layers, capacity)
 
 
 def _check_scratch(scratch: DecodeScratch, num_rows: int, head_dim: int) -> None:

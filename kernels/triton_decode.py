@@ -1,10 +1,9 @@
 """Attention of one or a few queries per sequence, over blocks in any memory a GPU can address.
 
-A program takes one KV head and one split of a sequence's entries: those that all layers share, then
-those that this layer recalls. The query is turned by the distance to each entry (block-local RoPE),
-so that keys are read as they lie. Partial results are joined by their log-sum-exp. The grid depends
-on capacities only: lengths are read on the device, so that one captured graph serves a stream as it
-grows.
+A program takes one KV head and one split of a sequence's entries. The query is turned by the
+distance to each entry (block-local RoPE), so that keys are read as they lie. Partial results are
+joined by their log-sum-exp. The grid depends on capacities only: lengths are read on the device, so
+that one captured graph serves a stream as it grows.
 
 Flash-decoding: Dao et al. 2023. Reading pinned host blocks from the kernel: unified addressing.
 """
@@ -73,23 +72,11 @@ def seen_kernel(
 
 
 @triton.jit
-def of_entry(is_recalled, recalled, shared, HAS_RECALL: tl.constexpr):
-    """What holds for a recalled or for a shared entry."""
-    if HAS_RECALL:
-        shared = tl.where(is_recalled, recalled, shared)
-    return shared
-
-
-# A layer's number must not choose how the kernel is compiled.
-@triton.jit(do_not_specialize=["layer"])
 def decode_kernel(
     q,
     addresses,
     seen,
     num_entries,
-    recall_addresses,
-    recall_seen,
-    recall_counts,
     cos,
     sin,
     part_out,
@@ -104,9 +91,6 @@ def decode_kernel(
     q_token_stride,
     q_head_stride,
     capacity,
-    layer,
-    num_layers,
-    recall_capacity,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -116,7 +100,6 @@ def decode_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_RECALL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -125,17 +108,12 @@ def decode_kernel(
 ):
     """Partial out float32 [S, KV heads, SPLITS, ROWS, DIM]; lse, base 2, without DIM.
 
-    A shared entry's address is that of a block, a recalled one's that of this layer's slice.
-
     With one split there is nothing to join: out and lse are written where they belong.
     """
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype = q.dtype.element_ty
     # Tables were there before the step began; keys and values but those of the new token, too.
-    count = tl.load(num_entries + seq)
-    end, recall_row = count, seq.to(tl.int64) * num_layers + layer
-    if HAS_RECALL:
-        end += tl.load(recall_counts + recall_row)
+    end = tl.load(num_entries + seq)
     per_split = tl.cdiv(end, SPLITS)
     first_entry = split * per_split
     end_entry = tl.minimum(first_entry + per_split, end)
@@ -143,11 +121,7 @@ def decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD & (first_entry < end_entry):
-            is_recalled = first_entry >= count
-            recalled = recall_addresses + recall_row * recall_capacity + first_entry - count
-            shared = addresses + seq * capacity + first_entry
-            ahead = tl.load(of_entry(is_recalled, recalled, shared, HAS_RECALL))
-            ahead += of_entry(is_recalled, 0, layer_bytes, HAS_RECALL)
+            ahead = tl.load(addresses + seq * capacity + first_entry) + layer_bytes
             line = tl.arange(0, BLOCK * DIM_PAD // 64) * 64
             lines = ahead.to(tl.pointer_type(dtype)) + head_offset + line
             into_cache(lines)
@@ -172,26 +146,17 @@ def decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_PAD], tl.float32)
     for entry in range(first_entry, end_entry):
-        is_recalled = entry >= count
-        recalled = recall_addresses + recall_row * recall_capacity + entry - count
-        shared = addresses + seq * capacity + entry
-        base = tl.load(of_entry(is_recalled, recalled, shared, HAS_RECALL))
-        base += of_entry(is_recalled, 0, layer_bytes, HAS_RECALL)
+        base = tl.load(addresses + seq * capacity + entry) + layer_bytes
         base = tl.multiple_of(base.to(tl.pointer_type(dtype)), 16) + head_offset
         if QUERIES == 1:
-            shared = seen + (seq * capacity + entry) * 4
-            recalled = recall_seen + (recall_row * recall_capacity + entry - count) * 4
-            at = of_entry(is_recalled, recalled, shared, HAS_RECALL)
+            at = seen + (seq * capacity + entry) * 4
             position, low, high = tl.load(at), tl.load(at + 1), tl.load(at + 2)
             visible = ((slots >= low) & (slots < high))[None, :]
             exists = (slots >= low) & (slots < high)
             c, s = angles(cos, sin, position, angle, rotates, HALF)
             turned = own * c[None, :] + other * s[None, :]
         else:
-            shared = seen + ((seq * QUERIES + query) * capacity + entry) * 4
-            recalled = (seq * QUERIES + query).to(tl.int64) * num_layers + layer
-            recalled = recall_seen + (recalled * recall_capacity + entry - count) * 4
-            at = of_entry(is_recalled, recalled, shared, HAS_RECALL)
+            at = seen + ((seq * QUERIES + query) * capacity + entry) * 4
             position, low, high = tl.load(at), tl.load(at + 1), tl.load(at + 2)
             visible = (slots[None, :] >= low[:, None]) & (slots[None, :] < high[:, None])
             oldest = tl.min(tl.where(low < high, low, BLOCK), 0)

@@ -1,4 +1,8 @@
-"""Writes the K (turned by its offset in the block) and V of a packed row into their slots."""
+"""Writes the K (turned by its offset in the block) and V of a packed row into their slots.
+
+The queries of tokens that are observed are kept by the same programs: a launch of its own for each
+layer would cost more than they do.
+"""
 
 import triton
 import triton.language as tl
@@ -21,15 +25,26 @@ def write_kernel(
     k_head_stride,
     v_token_stride,
     v_head_stride,
+    q,
+    q_targets,
+    q_offset,
+    q_token_stride,
+    q_head_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    Q_HEADS_PAD: tl.constexpr,
+    OBSERVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: all its KV heads; nothing where its slot is negative."""
+    """One token: all its KV heads; nothing where its slot is negative.
+
+    Its queries go where the address in `q_targets` points, if it is none of 0.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -52,3 +67,13 @@ def write_kernel(
     place += heads[:, None] * (BLOCK * DIM) + offset * DIM + d[None, :]
     tl.store(place, turned.to(pool.dtype.element_ty), mask=is_element)
     tl.store(place + value_offset, value.to(pool.dtype.element_ty), mask=is_element)
+    if OBSERVES:
+        target = tl.load(q_targets + token)
+        if target != 0:
+            q_heads = tl.arange(0, Q_HEADS_PAD)
+            is_query = (q_heads < NUM_Q_HEADS)[:, None] & (d < DIM)[None, :]
+            q_row = q + token * q_token_stride + q_heads[:, None] * q_head_stride
+            query = tl.load(q_row + d[None, :], mask=is_query, other=0.0)
+            kept = tl.multiple_of(target.to(tl.pointer_type(q.dtype.element_ty)), 16)
+            kept += q_offset + q_heads[:, None] * DIM + d[None, :]
+            tl.store(kept, query, mask=is_query)

@@ -133,7 +133,7 @@ class EngineConfig:
             `recall` needs `recall_blocks`. `full` needs no tier for what it read itself; as yet
             only on a CPU and without a `store`.
         recall_blocks: old blocks that a session may recall into attention; 0: none ever. As yet
-            only on a CPU and without a `store`.
+            only without a `store`.
         recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
             what the window has room for.
         position_policy: how far away recalled blocks seem: `far`, `cache` or `absolute`.
@@ -239,10 +239,10 @@ class EngineConfig:
                 "that could be recalled",
                 'Use retain="all" and cpu_bytes for the history that matters.',
             )
-        if self.store is not None or self.device == "cuda":
+        if self.store is not None:
             raise ConfigError(
                 "recall_blocks",
                 self.recall_blocks,
-                "with a store or on a GPU: sessions there cannot recall yet",
-                'Use store=None and device="cpu", or recall_blocks=0.',
+                "with a store: sessions there cannot recall yet",
+                "Use store=None, or recall_blocks=0.",
             )

@@ -16,6 +16,7 @@ from streamkv.batch import SequenceStep
 from streamkv.kernels import gpu
 from streamkv.kernels.rope import RopeTables
 from streamkv.model_attention import Attend
+from streamkv.observed_queries import layer_stride
 from streamkv.step_table import StepTable
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -60,6 +61,7 @@ class DecodeGraphs:
         mixed: [max_rows, num_q_heads, head_dim] where the model reads what attention wrote, if it
             does so in one place.
         pdl: overlap kernels of attention with those before.
+        observes: keep the queries of rows that have a place for them.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class DecodeGraphs:
         capacity: int,
         mixed: Tensor | None,
         pdl: bool,
+        observes: bool = False,
     ) -> None:
         self._forward = forward
         self._choose = choose
@@ -84,6 +87,7 @@ class DecodeGraphs:
         self._capacity = capacity
         self._mixed = mixed
         self._pdl = pdl
+        self._observes = observes
         self._memory: Any = None
         self._steps: dict[int, _Step] = {}
         # The largest first: the others then fit into its memory.
@@ -95,15 +99,20 @@ class DecodeGraphs:
         bucket = self._bucket(len(steps))
         return bucket is not None and self._steps[bucket].table.fits(steps)
 
-    def launch(self, steps: Sequence[SequenceStep]) -> Tensor:
+    def launch(self, steps: Sequence[SequenceStep], targets: Sequence[int] = ()) -> Tensor:
         """Start a step that fits; its logits [at least so many rows, vocab_size].
 
         The next step overwrites the logits.
+
+        Args:
+            steps: its parts.
+            targets: where the queries of each are kept, as `StepTable.write` takes them.
         """
+        assert self._observes or not any(targets)
         bucket = self._bucket(len(steps))
         assert bucket is not None, len(steps)
         step = self._steps[bucket]
-        step.table.write(steps)
+        step.table.write(steps, targets)
         step.graph.replay()
         return step.logits
 
@@ -120,7 +129,10 @@ class DecodeGraphs:
         table.write([])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            gpu.write_kv(self._pool, k, v, table.slots, layer, self._rope, self._pdl)
+            observed = None
+            if self._observes:
+                observed = gpu.Observed(q, table.targets, layer_stride(*q.shape[1:]))
+            gpu.write_kv(self._pool, k, v, table.slots, layer, self._rope, self._pdl, observed)
             out = None if self._mixed is None else self._mixed[:bucket]
             return gpu.decode(
                 q, self._pool, layer, table.table, seen, self._rope, self._softmax[scale], scratch,

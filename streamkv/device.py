@@ -141,4 +141,5 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         max_sequences=config.max_sessions,
         max_chunk=config.prefill_chunk,
         cache=cache_root(),
+        observes=config.recall_blocks > 0,
     )

@@ -1,19 +1,38 @@
 """The digests of a stream's sealed blocks, and which of them to recall.
 
-One digest for each sealed block, in the order of the stream, in 16 bits on the pool's device.
+16-bit numbers, in the order of the stream, in pages that grow: nothing is moved when a block comes.
 What is chosen depends only on what is in the index and on the queries, not on where blocks lie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from streamkv.chosen import Chosen
+from streamkv.device_copies import to_device
 from streamkv.kernels.digests import block_weights
-from streamkv.kernels.rope import RopeTables
+from streamkv.recall_schedule import Choosing, Known
 from streamkv.tiers.spec import BlockKey, KVSpec
 
-_FIRST_ROWS = 64
+FIRST_ROWS = 64
+MOST_ROWS = 1024
+"""Blocks of the first page and of the largest; each page has room for twice the one before."""
+
+TIE_STEPS = 1 << 12
+"""Parts of the average weight of a block, of which a difference of less than one is a tie."""
+
+
+def page_rows(number: int) -> int:
+    """Blocks that a page has room for."""
+    return min(FIRST_ROWS << number, MOST_ROWS)
+
+
+def digest_dtype(spec: KVSpec) -> torch.dtype:
+    """In which digests are kept: that of the KV, or 16 bits of 32."""
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return torch.float16 if found == torch.float32 else found
 
 
 class DigestIndex:
@@ -26,10 +45,13 @@ class DigestIndex:
     """
 
     def __init__(self, num_rows: int, spec: KVSpec, device: torch.device | str) -> None:
-        self._shape = (num_rows, spec.block_size, spec.head_dim)
+        self._num_rows = num_rows
+        self._shape = (spec.block_size, spec.head_dim)
+        self._dtype = digest_dtype(spec)
+        self._device = torch.device(device)
         self._keys: list[BlockKey | None] = []
-        dtype = torch.float16 if spec.dtype == "float32" else getattr(torch, spec.dtype)
-        self._rows = torch.empty(_FIRST_ROWS, *self._shape, dtype=dtype, device=device)
+        self._pages: list[Tensor] = []
+        self._shared: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -37,41 +59,75 @@ class DigestIndex:
     @property
     def num_bytes(self) -> int:
         """Of digests, room to grow included."""
-        return self._rows.numel() * self._rows.element_size()
+        return sum(page.numel() * page.element_size() for page in self._pages)
 
     def key(self, block_index: int) -> BlockKey | None:
         """The block's key; `None` if it has none and cannot be recalled."""
         return self._keys[block_index]
 
-    def append(self, key: BlockKey | None, digest: Tensor | None) -> None:
-        """The next block of the stream was sealed.
+    def append_missing(self) -> None:
+        """The next block was sealed without a key: it cannot be found again, nor be chosen."""
+        for _ in self._room(1):
+            pass
+        self._keys.append(None)
+
+    def extend(self, keys: list[BlockKey], digests: Tensor) -> None:
+        """The next blocks of the stream were sealed.
 
         Args:
-            key: `None` for a block that cannot be found again: it is never chosen.
-            digest: [num_rows, block_size, head_dim], given if the key is.
+            keys: of the blocks.
+            digests: [num_rows, n, block_size, head_dim], on the device.
         """
-        assert (key is None) == (digest is None)
-        if len(self) == self._rows.shape[0]:
-            more = self._rows.new_empty(2 * len(self), *self._shape)
-            more[: len(self)] = self._rows
-            self._rows = more
-        if digest is not None:
-            if self._rows.dtype == torch.float16:
-                # It has an end; no key of a sound model comes near it.
-                digest = digest.clamp(-65504.0, 65504.0)
-            self._rows[len(self)] = digest
-        self._keys.append(key)
+        if self._dtype == torch.float16:
+            # It has an end; no key of a sound model comes near it.
+            digests = digests.clamp(-65504.0, 65504.0)
+        first = 0
+        for room in self._room(len(keys)):
+            room.copy_(digests[:, first : first + room.shape[1]])
+            first += room.shape[1]
+        self._keys.extend(keys)
+
+    def _room(self, count: int) -> Iterator[Tensor]:
+        """Where the digests of the next blocks go, in pieces [rows, blocks, ...]."""
+        low, end = len(self), len(self) + count
+        while low < end:
+            number, first = self._page_of(low)
+            page = self._page_to_write(number)
+            high = min(end, first + page.shape[1])
+            yield page[:, low - first : high - first]
+            low = high
+
+    def _page_of(self, block_index: int) -> tuple[int, int]:
+        """The page that holds a block, and the first block of that page."""
+        number, first = 0, 0
+        while block_index >= first + page_rows(number):
+            first += page_rows(number)
+            number += 1
+        return number, first
+
+    def _page_to_write(self, number: int) -> Tensor:
+        if number == len(self._pages):
+            shape = (self._num_rows, page_rows(number), *self._shape)
+            # Zeros: what is missing is scored, too, before it is left out.
+            self._pages.append(torch.zeros(shape, dtype=self._dtype, device=self._device))
+        if number in self._shared:
+            self._pages[number] = self._pages[number].clone()
+            self._shared.remove(number)
+        return self._pages[number]
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on: the stream was rewound."""
         del self._keys[num_blocks:]
 
     def copy(self) -> "DigestIndex":
-        """The same digests for a fork."""
+        """The same digests for a fork; a page is copied when one of the two writes to it."""
         other = object.__new__(DigestIndex)
-        other._shape = self._shape
+        other._num_rows, other._shape = self._num_rows, self._shape
+        other._dtype, other._device = self._dtype, self._device
         other._keys = list(self._keys)
-        other._rows = self._rows.clone()
+        other._pages = list(self._pages)
+        other._shared = set(range(len(self._pages)))
+        self._shared = set(other._shared)
         return other
 
     def choose(
@@ -81,27 +137,38 @@ class DigestIndex:
         end_block: int,
         num_blocks: int,
         rows: Sequence[int],
-        distance: int,
-        rope: RopeTables,
+        angles: tuple[Tensor, Tensor],
         scales: Sequence[float],
-    ) -> tuple[int, ...]:
-        """Indices of the blocks that the queries would look at most, ascending.
+    ) -> Choosing:
+        """The blocks that the queries would look at most; nothing waits for them here.
 
         Args:
             queries: [heads, T, head_dim], un-rotated.
             first_block, end_block: only blocks from the one on and before the other.
             num_blocks: how many, fewer if there are not so many.
-            rows, distance, rope, scales: as `block_weights` takes them.
+            rows, angles, scales: as `block_weights` takes them.
         """
         blocks = range(first_block, min(end_block, len(self)))
-        candidates = [index for index in blocks if self._keys[index] is not None]
-        if len(candidates) <= num_blocks:
-            return tuple(candidates)
-        if len(candidates) == len(blocks):
-            digests = self._rows[first_block:end_block]
-        else:
-            digests = self._rows[torch.tensor(candidates, device=self._rows.device)]
-        weights = block_weights(queries, digests, rows, distance, rope, scales)
-        # On a tie the earlier block, wherever this runs.
+        missing = [index for index in blocks if self._keys[index] is None]
+        if len(blocks) - len(missing) <= num_blocks:
+            left_out = set(missing)
+            return Known(tuple(index for index in blocks if index not in left_out))
+        pages = list(self._cut(blocks.start, blocks.stop))
+        weights = block_weights(queries, pages, rows, *angles, scales)
+        if missing:
+            places = torch.tensor([index - first_block for index in missing])
+            weights.index_fill_(0, to_device(places, weights.device), -1.0)
+        # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
+        weights = weights.mul(len(blocks) * TIE_STEPS).round()
+        # On a tie the earlier block.
         order = weights.sort(descending=True, stable=True).indices[:num_blocks]
-        return tuple(sorted(candidates[place] for place in order.tolist()))
+        return Chosen(first_block, order)
+
+    def _cut(self, first_block: int, end_block: int) -> Iterator[Tensor]:
+        """Digests of these blocks, in pieces [rows, blocks, block_size, head_dim]."""
+        ends = accumulate(page.shape[1] for page in self._pages)
+        for page, end in zip(self._pages, ends, strict=True):
+            start = end - page.shape[1]
+            low, high = max(first_block - start, 0), min(end_block - start, page.shape[1])
+            if low < high:
+                yield page[:, low:high]

@@ -84,8 +84,11 @@ class Executor:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name."""
-        num_absent = self.recaller.num_absent if self.recaller is not None else 0
-        return {**self._tiers.counters(), "absent": num_absent}
+        recaller, counted = self.recaller, self._tiers.counters()
+        counted["absent"] = recaller.num_absent if recaller is not None else 0
+        counted["choice_waits"] = recaller.num_waits if recaller is not None else 0
+        counted["choice_wait_ms"] = int(1000 * recaller.waited_s) if recaller is not None else 0
+        return counted
 
     def recalls(self, sequence: Sequence) -> bool:
         """Whether a sequence attends to old blocks."""

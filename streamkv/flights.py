@@ -74,6 +74,7 @@ class _Row:
         result: once it has landed.
         is_last: the job's work ends with it.
         source: where the token after it is on the device; `None`: nowhere, or tried already.
+        recalled: version of the old blocks that it attends to.
     """
 
     step: SequenceStep
@@ -83,6 +84,10 @@ class _Row:
     result: StepResult | None = None
     is_last: bool = True
     source: int | None = None
+    recalled: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recalled = self.step.sequence.table.recalled.version
 
 
 class Flights:
@@ -314,5 +319,6 @@ def _answers(row: _Row, work: Work) -> bool:
         and work.params == step.params
         and sequence.num_computed == step.start
         and sequence.window == row.window
+        and sequence.table.recalled.version == row.recalled
         and sequence.next_ids(1) == [before.token.token_id]
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import SequenceStep
-from streamkv.gpu_flight import to_device
+from streamkv.device_copies import to_device
 from streamkv.kernels import gpu
 from streamkv.kernels.batch_table import BatchTable, batch_table
 from streamkv.kernels.causal import Squares, choose_squares
@@ -25,6 +25,7 @@ from streamkv.kernels.window_prefill import (
     window_scratch,
 )
 from streamkv.model_attention import Attend
+from streamkv.observed_queries import layer_stride
 from streamkv.runner import build_table
 
 
@@ -67,12 +68,16 @@ class GpuAttention:
             self._squares = squares if squares.is_fast else None
         self._scratch: dict[tuple[int, int], WindowScratch] = {}
 
-    def plan(self, steps: Many[SequenceStep], slots: Tensor) -> Attend:
+    def plan(
+        self, steps: Many[SequenceStep], slots: Tensor, targets: Tensor | None = None
+    ) -> Attend:
         """What attends in a step whose parts of one query come first in the packed row.
 
         Args:
             steps: its parts, in the order of the row.
             slots: int64 [T], on the device, of each token of the row.
+            targets: int64 [T], on the device: where the queries of each token are kept, as
+                `ObservedQueries` has it; `None`: none are.
         """
         singles = [step for step in steps if step.query_len == 1]
         longer = steps[len(singles) :]
@@ -82,7 +87,10 @@ class GpuAttention:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             softmax = self._softmax[scale]
-            gpu.write_kv(pool, k, v, slots, layer, rope)
+            observed = None
+            if targets is not None:
+                observed = gpu.Observed(q, targets, layer_stride(*q.shape[1:]))
+            gpu.write_kv(pool, k, v, slots, layer, rope, observed=observed)
             if many is None:
                 assert few is not None
                 return gpu.decode(q, pool, layer, few.table, few.seen, rope, softmax)[0]

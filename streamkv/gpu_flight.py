@@ -5,41 +5,17 @@ more sets of buffers than steps under way, and a step is read before its set is 
 """
 
 from collections.abc import Sequence as Many
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamkv.batch import SequenceStep, StepResult, Wanted
+from streamkv.device_copies import Arrival, to_host
 from streamkv.errors import ModelError
 from streamkv.gpu_sampling import GpuSampler, samples_on_gpu
 from streamkv.sampling import SampledToken
 
 _NUM_SETS = 4
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that nothing waits for: torch keeps the pinned one until it is made."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class _Arrival:
-    """Marks a place in the stream of the device; everywhere else nothing is pending."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self._event.record(torch.cuda.current_stream(device))
-
-    def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
 
 
 def is_drawn(step: SequenceStep) -> bool:
@@ -68,7 +44,7 @@ class GpuFlight:
         info: Tensor,
         logits: dict[int, Tensor],
         scores: list[Tensor | None],
-        arrival: _Arrival,
+        arrival: Arrival,
     ) -> None:
         self._steps = steps
         self._rows = [
@@ -152,19 +128,13 @@ class Outputs:
             ids.copy_(self.ids, non_blocking=True)
             info.copy_(self.info, non_blocking=True)
         sent = {
-            index: self._to_host(logits[row].float())
+            index: to_host(logits[row].float())
             for index, row in enumerate(rows)
             if logits is not None
             and row is not None
             and steps[index].wanted is Wanted.LOGITS
             and not is_drawn(steps[index])
         }
-        arrived = [None if each is None else self._to_host(each) for each in scores]
-        arrival = _Arrival(self._device)
+        arrived = [None if each is None else to_host(each) for each in scores]
+        arrival = Arrival(self._device)
         return GpuFlight(steps, rows, ids, info, sent, arrived, arrival)
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        if self._device.type != "cuda":
-            return tensor.clone()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)

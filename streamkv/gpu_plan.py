@@ -13,9 +13,15 @@ elements of e bytes, hidden states of h and layers of at most w elements per tok
                                                    them; only where chunk and window are long
     graphs        512 MiB                          CUDA graphs, compiled kernels, workspaces of
                                                    cuBLAS and of attention: an allowance
+    recall        max_sessions * (P * l * h' * e   the newest queries of each session, of l layers
+                  + N * 8 s d)                     with P places; digests of N old blocks of each,
+                  + 2 * 128 MiB                    4 heads of d elements, s tokens; scores; only
+                                                   with `recall_blocks`
     gpu pool      (blocks + 1) * block_bytes       one is the guard block
 
-The CUDA context is part of neither: what is free is measured when there is one.
+Digests grow with a stream: N blocks are planned for, 131,072 tokens of each session, and what is to
+spare after that is there for longer ones. The CUDA context is part of neither: what is free is
+measured when there is one.
 """
 
 import bisect
@@ -26,15 +32,20 @@ from typing import Any
 
 from streamkv.config import EngineConfig, format_size
 from streamkv.errors import ConfigError
+from streamkv.kernels.recall_limits import SCRATCH_BYTES
 from streamkv.kernels.window_limits import MIN_QUERIES, MIN_WINDOW
-from streamkv.sizing import blocks_of_session, num_gpu_blocks
-from streamkv.tiers.spec import DTYPE_BYTES, KVSpec
+from streamkv.query_ring import NUM_PLACES
+from streamkv.sizing import blocks_of_session, digest_bytes, num_gpu_blocks
+from streamkv.tiers.spec import BLOCK_SIZE, DTYPE_BYTES, KVSpec
 
 GRAPH_BYTES = 512 << 20
 """Allowance for CUDA graphs, compiled kernels and the workspaces of libraries."""
 
 LOGIT_BYTES = 256 << 20
 """Bytes of logits that scoring makes at once."""
+
+PLANNED_TOKENS = 1 << 17
+"""Tokens of a session whose digests are planned for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +70,14 @@ class ModelSize:
         hidden_size: elements of a hidden state.
         layer_width: most elements that a layer makes of one token at once.
         vocab_size: logits of a token.
+        query_width: elements of all queries of a token in one layer.
     """
 
     weight_bytes: int
     hidden_size: int
     layer_width: int
     vocab_size: int
+    query_width: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], spec: KVSpec, weight_bytes: int) -> "ModelSize":
@@ -79,7 +92,8 @@ class ModelSize:
         num_experts = config.get("num_experts_per_tok") or 1
         heads = config["num_attention_heads"] + 2 * spec.num_kv_heads
         layer_width = max(width * num_experts, heads * spec.head_dim)
-        return cls(weight_bytes, hidden_size, layer_width, config["vocab_size"])
+        query_width = config["num_attention_heads"] * spec.head_dim
+        return cls(weight_bytes, hidden_size, layer_width, config["vocab_size"], query_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +102,7 @@ class GpuPlan:
 
     Attributes:
         total_bytes, free_bytes: as measured, without the weights.
-        weight_bytes, graph_bytes, working_bytes: see the module.
+        weight_bytes, graph_bytes, working_bytes, recall_bytes: see the module.
         pool_bytes: the gpu pool, the guard block included.
         num_blocks: blocks of the gpu pool that can be allocated.
         max_sessions: the largest `max_sessions` that fits; 0: not even one.
@@ -104,11 +118,13 @@ class GpuPlan:
     num_blocks: int
     max_sessions: int
     max_window: int
+    recall_bytes: int = 0
 
     @property
     def room_bytes(self) -> int:
         """What all but the pool leave; negative if they do not fit themselves."""
-        return self.free_bytes - self.weight_bytes - self.graph_bytes - self.working_bytes
+        taken = self.weight_bytes + self.graph_bytes + self.working_bytes + self.recall_bytes
+        return self.free_bytes - taken
 
     @property
     def spare_bytes(self) -> int:
@@ -130,6 +146,7 @@ def plan_gpu(memory: DeviceMemory, model: ModelSize, spec: KVSpec, config: Engin
 
     def fits(wanted: EngineConfig) -> bool:
         needed = _pool_bytes(spec, wanted) + _working_bytes(model, spec, wanted)
+        needed += recall_bytes(model, spec, wanted)
         return model.weight_bytes + GRAPH_BYTES + needed <= memory.free_bytes
 
     one = dataclasses.replace(config, gpu_bytes=None, max_sessions=1)
@@ -145,8 +162,27 @@ def plan_gpu(memory: DeviceMemory, model: ModelSize, spec: KVSpec, config: Engin
         _pool_bytes(spec, config),
         num_gpu_blocks(config, spec),
         _largest(sessions, lambda number: fits(dataclasses.replace(one, max_sessions=number))),
-        _largest(windows, lambda size: fits(dataclasses.replace(one, window_size=size))),
+        _largest(windows, lambda size: fits(_with_window(one, size))),
+        recall_bytes(model, spec, config),
     )
+
+
+def _with_window(config: EngineConfig, window_size: int) -> EngineConfig:
+    """The same with another window, and with a stride that it has room for."""
+    least = 3 * BLOCK_SIZE
+    if config.recall_blocks > 0 and window_size < least:
+        window_size = least
+    return dataclasses.replace(config, window_size=window_size, recall_stride=None)
+
+
+def recall_bytes(model: ModelSize, spec: KVSpec, config: EngineConfig) -> int:
+    """What recall needs besides the blocks that it brings back."""
+    if config.recall_blocks == 0:
+        return 0
+    element = DTYPE_BYTES[spec.dtype]
+    ring = NUM_PLACES * spec.num_layers * model.query_width * element
+    digests = PLANNED_TOKENS // spec.block_size * digest_bytes(spec)
+    return config.max_sessions * (ring + digests) + 2 * SCRATCH_BYTES
 
 
 def require_room(plan: GpuPlan, spec: KVSpec, config: EngineConfig) -> None:
@@ -161,7 +197,7 @@ def require_room(plan: GpuPlan, spec: KVSpec, config: EngineConfig) -> None:
     problem = (
         f"the GPU has {format_size(plan.free_bytes)} of {format_size(plan.total_bytes)} free; "
         f"weights ({format_size(plan.weight_bytes)}), graphs ({format_size(plan.graph_bytes)}) and "
-        f"working memory ({format_size(plan.working_bytes)}) leave "
+        f"working memory ({format_size(plan.working_bytes + plan.recall_bytes)}) leave "
         f"{format_size(max(plan.room_bytes, 0))} for the gpu pool, which needs "
         f"{format_size(plan.pool_bytes)}"
     )

@@ -17,12 +17,9 @@ from streamkv.kernels.rope import RopeTables, rotate
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import read_note, write_note
 from streamkv.model_files import OnProgress
-from streamkv.retrieval_heads import Head, RetrievalHeads
+from streamkv.retrieval_heads import NUM_HEADS, Head, RetrievalHeads
 from streamkv.tiers.spec import BLOCK_SIZE
 from streamkv.tokenizer import Tokenizer
-
-NUM_HEADS = 4
-"""Heads that choose: digests grow with them (docs/recall.md has what more and fewer find)."""
 
 NUM_QUERIES = 16
 """Last tokens of a text whose queries count."""

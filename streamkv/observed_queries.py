@@ -1,74 +1,87 @@
 """The newest queries of a stream, by which blocks are chosen for recall.
 
-A ring of `NUM_OBSERVED` rows for each head that chooses, by token index, so that what is kept does
-not depend on how the input was cut into steps. A token that is computed twice, because its logits
-were wanted later, overwrites its own row.
+A ring of rows for each layer, by token index; `QueryRing` says which token lies where. On a CPU the
+runner copies rows into it, on a GPU the kernel that writes KV does so at the addresses it is given,
+so that no step waits for the host.
 """
 
 import torch
 from torch import Tensor
 
-from streamkv.retrieval_heads import RetrievalHeads
+from streamkv.query_ring import NUM_OBSERVED, NUM_PLACES, QueryRing
 
-NUM_OBSERVED = 16
-"""Queries that choose together: with one or four, fewer needles were answered (docs/recall.md)."""
+__all__ = ["NUM_OBSERVED", "ObservedQueries"]
 
 
 class ObservedQueries:
     """Queries of one stream.
 
     Args:
-        heads: that choose.
-        head_dim: of the model.
+        num_layers, num_q_heads, head_dim: of the model.
         device: where queries are.
+        dtype: of what is kept; float32, or that of the model where a kernel writes it.
     """
 
     def __init__(
-        self, heads: RetrievalHeads, head_dim: int, device: torch.device | str = "cpu"
+        self,
+        num_layers: int,
+        num_q_heads: int,
+        head_dim: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._heads = heads
-        self._ring = torch.zeros(len(heads.heads), NUM_OBSERVED, head_dim, device=device)
-        self._indices = {layer: [-1] * NUM_OBSERVED for layer in heads.layers}
+        shape = (num_layers, NUM_PLACES, num_q_heads, head_dim)
+        self._rows = torch.zeros(shape, dtype=dtype, device=device)
+        self._ring = QueryRing()
 
-    def observe(self, layer: int, q: Tensor, first_index: int) -> None:
-        """Keep the newest of `q` [T, num_q_heads, head_dim], un-rotated, from `first_index` on."""
-        if layer not in self._indices:
-            return
-        skipped = max(0, q.shape[0] - NUM_OBSERVED)
-        first = first_index + skipped
-        columns = [index % NUM_OBSERVED for index in range(first, first_index + q.shape[0])]
-        places, q_heads = self._heads.of_layer(layer)
-        for place, q_head in zip(places, q_heads, strict=True):
-            self._ring[place, columns] = q[skipped:, q_head].float()
-        for index, column in enumerate(columns, first):
-            self._indices[layer][column] = index
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is kept."""
+        return self._rows.dtype
+
+    def take(self, first_index: int, count: int) -> list[int]:
+        """Places of the newest of some tokens whose queries are to be kept, in order."""
+        return self._ring.take(first_index, count)
+
+    def keep(self, layer: int, q: Tensor, places: list[int]) -> None:
+        """Keep the last of `q` [T, num_q_heads, head_dim], un-rotated, in the places taken."""
+        self._rows[layer, places] = q[q.shape[0] - len(places) :].to(self._rows.dtype)
+
+    def addresses(self, first_index: int, count: int) -> list[int]:
+        """Where a kernel is to write the queries of layer 0 of some tokens; 0: nowhere.
+
+        Those of layer l follow `l * layer_stride` elements behind.
+        """
+        base = self._rows.data_ptr()
+        row_bytes = self._rows.stride(1) * self._rows.element_size()
+        places = self._ring.take(first_index, count)
+        return [0] * (count - len(places)) + [base + place * row_bytes for place in places]
 
     def clear(self) -> None:
         """Forget all: the stream goes on elsewhere."""
-        self._indices = {layer: [-1] * NUM_OBSERVED for layer in self._indices}
+        self._ring.clear()
 
     def copy(self) -> "ObservedQueries":
         """The same for a fork."""
         other = object.__new__(ObservedQueries)
-        other._heads = self._heads
-        other._ring = self._ring.clone()
-        other._indices = {layer: list(kept) for layer, kept in self._indices.items()}
+        other._rows = self._rows.clone()
+        other._ring = self._ring.copy()
         return other
 
     def before(self, end_index: int) -> Tensor | None:
-        """[heads, n, head_dim]: the newest queries before a token, in order.
+        """[num_layers, n, num_q_heads, head_dim]: the newest queries before a token, in order.
 
         As many as follow each other without a gap; `None` without any.
         """
-        count = 0
-        while count < NUM_OBSERVED and self._has(end_index - 1 - count):
-            count += 1
-        if count == 0:
+        places = self._ring.before(end_index)
+        if not places:
             return None
-        return self._ring[
-            :, [index % NUM_OBSERVED for index in range(end_index - count, end_index)]
-        ]
+        # Slices and not a list of places: a list would travel to a GPU, and the host would wait.
+        turn = places.index(0) if 0 in places else 0
+        parts = [part for part in (places[:turn], places[turn:]) if part]
+        return torch.cat([self._rows[:, part[0] : part[-1] + 1] for part in parts], 1)
 
-    def _has(self, index: int) -> bool:
-        column = index % NUM_OBSERVED
-        return index >= 0 and all(kept[column] == index for kept in self._indices.values())
+
+def layer_stride(num_q_heads: int, head_dim: int) -> int:
+    """Elements from a layer's queries to those of the next."""
+    return NUM_PLACES * num_q_heads * head_dim

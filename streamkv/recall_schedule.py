@@ -12,7 +12,7 @@ nothing is lost when everything can be recalled.
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from streamkv.window import Window
 
@@ -30,11 +30,35 @@ def question_tokens(block_size: int) -> int:
     return -(-QUESTION_TOKENS // block_size) * block_size + block_size
 
 
+class Choosing(Protocol):
+    """A choice that was made, and may not be known yet."""
+
+    def is_known(self) -> bool:
+        """Whether nothing has to be waited for."""
+
+    def blocks(self) -> tuple[int, ...]:
+        """Block indices, ascending; waits for them."""
+
+
+class Known(NamedTuple):
+    """A choice that is known: block indices, ascending."""
+
+    indices: tuple[int, ...]
+
+    def is_known(self) -> bool:
+        """Always True."""
+        return True
+
+    def blocks(self) -> tuple[int, ...]:
+        """They."""
+        return self.indices
+
+
 class Choice(NamedTuple):
-    """Blocks to attend to, by block index, ascending, for the tokens from `token_index` on."""
+    """Blocks to attend to for the tokens from `token_index` on."""
 
     token_index: int
-    blocks: tuple[int, ...]
+    choosing: Choosing
 
 
 class RecallSchedule:
@@ -99,10 +123,6 @@ class RecallSchedule:
         while self._choices and self._choices[0].token_index <= token_index:
             taken = self._choices.popleft()
         return taken
-
-    def has_blocks_at(self, token_index: int) -> bool:
-        """Whether a choice that is for `token_index` and not taken yet names any block."""
-        return any(c.blocks for c in self._choices if c.token_index == token_index)
 
     def copy(self) -> "RecallSchedule":
         """The same for a fork."""

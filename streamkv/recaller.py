@@ -2,7 +2,7 @@
 
     a block is sealed      its digest joins the sequence's index
     a stride has passed    the newest queries choose, for the tokens one stride later
-    an answer begins       they choose, and what was asked is computed again with the choice
+    an answer begins       they choose for the next token on
     a choice is due        blocks that are chosen no more are given back, the others restored
 
 A block that no tier has any more is absent: counted, never an answer. One thread at a time comes
@@ -10,22 +10,25 @@ here for a sequence: the engine's, or who holds the session while nothing of it 
 """
 
 import secrets
+import time
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from streamkv.device_copies import to_device
 from streamkv.digest_index import DigestIndex
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.live_blocks import give_back
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_schedule import Choice, RecallSchedule, question_start
+from streamkv.recall_schedule import Choice, Choosing, RecallSchedule, question_start
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Recaller:
     Attributes:
         options: as given.
         num_absent: chosen blocks that no tier had.
+        num_waits: choices that had to be waited for.
+        waited_s: how long.
     """
 
     def __init__(
@@ -79,21 +84,26 @@ class Recaller:
     ) -> None:
         self.options = options
         self.num_absent = 0
+        self.num_waits = 0
+        self.waited_s = 0.0
         self._adapter = adapter
         self._pool = pool
         self._tiers = tiers
         self._heads = heads
         self._kv_heads = torch.tensor(heads.kv_heads, device=pool.device)
         self._scales = [adapter.scales[head.layer] for head in heads.heads]
-        self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
+        # One distance at a time is asked for, and kept on the device.
+        self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: dict[Sequence, _Stream] = {}
 
     def open(self, sequence: Sequence) -> ObservedQueries:
         """Digest a new sequence from its first block on; returns who is to see its queries."""
-        adapter, options, device = self._adapter, self.options, self._pool.device
-        queries = ObservedQueries(self._heads, adapter.head_dim, device)
+        adapter, options = self._adapter, self.options
+        shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
+        queries = ObservedQueries(*shape, self._pool.device, self._pool.dtype)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
-        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, device)
+        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, self._pool.device)
         self._streams[sequence] = _Stream(index, queries, schedule)
         sequence.goes_back = True
         return queries
@@ -149,7 +159,13 @@ class Recaller:
             self._install(sequence, stream, ())
 
     def choose_now(self, sequence: Sequence) -> None:
-        """An answer begins: choose, and have what was asked computed again with the choice."""
+        """An answer begins: choose, and have what was asked computed again with the choice.
+
+        A step that was launched ahead with other blocks is told by their version.
+
+        Raises:
+            PoolFullError: the gpu pool has no room.
+        """
         stream = self._streams.get(sequence)
         if stream is None or not stream.is_on:
             return
@@ -158,8 +174,12 @@ class Recaller:
         if not sequence.can_go_back(token_index):
             token_index = sequence.num_computed
         self._choose(sequence, stream, token_index)
-        if token_index < sequence.num_computed and stream.schedule.has_blocks_at(token_index):
+        choice = stream.schedule.take(token_index)
+        blocks = self._awaited(choice.choosing) if choice is not None else ()
+        if blocks and token_index < sequence.num_computed:
             self._go_back(sequence, stream, token_index)
+        if choice is not None:
+            self._install(sequence, stream, blocks)
 
     def _go_back(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         """Compute the tokens from `token_index` on again."""
@@ -178,7 +198,7 @@ class Recaller:
         stream = self._streams.get(sequence)
         choice = stream.schedule.take(start) if stream is not None else None
         if stream is not None and choice is not None:
-            self._install(sequence, stream, choice.blocks)
+            self._install(sequence, stream, self._awaited(choice.choosing))
 
     def after_step(self, sequence: Sequence) -> None:
         """Digest what was sealed and choose if a stride has passed; nothing has expired yet."""
@@ -220,38 +240,67 @@ class Recaller:
         sequence.recall_boundary = boundary if stream.is_on else None
 
     def _digest(self, sequence: Sequence, stream: _Stream) -> None:
+        """Digests of what was sealed in a step, as few launches as there can be."""
         num_sealed = sequence.num_computed // sequence.block_size
-        while len(stream.index) < num_sealed:
-            block_index = len(stream.index)
-            if block_index not in sequence.table or sequence.table[block_index].key is None:
-                stream.index.append(None, None)
+        keys: list[BlockKey] = []
+        block_ids: list[int] = []
+        for block_index in range(len(stream.index), num_sealed):
+            is_live = block_index in sequence.table
+            block = sequence.table[block_index] if is_live else None
+            if block is not None and block.key is not None:
+                keys.append(block.key)
+                block_ids.append(block.block_id)
                 continue
-            block = sequence.table[block_index]
-            ids = torch.tensor([block.block_id], device=self._pool.device)
-            digest = block_digests(self._pool, ids, self._kv_heads)[0]
-            stream.index.append(block.key, digest)
+            self._extend(stream, keys, block_ids)
+            keys, block_ids = [], []
+            stream.index.append_missing()
+        self._extend(stream, keys, block_ids)
+
+    def _extend(self, stream: _Stream, keys: list[BlockKey], block_ids: list[int]) -> None:
+        if keys:
+            places = to_device(torch.tensor(block_ids), self._pool.device)
+            stream.index.extend(keys, block_digests(self._pool, places, self._kv_heads))
 
     def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
             return
+        chosen_by = torch.stack([queries[head.layer, :, head.q_head] for head in self._heads.heads])
         schedule, window, size = stream.schedule, sequence.window, sequence.block_size
         policy, first_block = self.options.policy, 0
         if policy == "absolute":
             first_block = schedule.first_within(token_index, self._adapter.trained_length)
             # True distances differ by block; all are scored as just beyond the window.
             policy = "far"
-        blocks = stream.index.choose(
-            queries,
+        distance = farthest(policy, window.window_size, schedule.num_blocks, size)
+        choosing = stream.index.choose(
+            chosen_by,
             first_block,
             schedule.candidates(window, token_index, len(stream.index)),
             schedule.num_blocks,
             self._heads.rows,
-            farthest(policy, window.window_size, schedule.num_blocks, size),
-            self._rope,
+            self._angles_of(distance),
             self._scales,
         )
-        schedule.put(Choice(token_index, blocks))
+        schedule.put(Choice(token_index, choosing))
+
+    def _angles_of(self, distance: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of a distance, on the device."""
+        if distance not in self._angles:
+            cos, sin = self._rope.rows(torch.tensor(distance))
+            device = self._pool.device
+            self._angles[distance] = to_device(cos, device), to_device(sin, device)
+        return self._angles[distance]
+
+    def _awaited(self, choosing: Choosing) -> tuple[int, ...]:
+        """The blocks of a choice; what has to be waited for is counted."""
+        if choosing.is_known():
+            return choosing.blocks()
+        begin = time.monotonic()
+        blocks = choosing.blocks()
+        self.num_waits += 1
+        self.waited_s += time.monotonic() - begin
+        return blocks
 
     def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled

@@ -8,6 +8,9 @@ about which old block is wanted. `head_measuring` finds them.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+NUM_HEADS = 4
+"""Heads that choose: digests grow with them (docs/recall.md has what more and fewer find)."""
+
 
 class Head(NamedTuple):
     """A query head.

@@ -44,8 +44,8 @@ class _Part(NamedTuple):
     begin: int
     end: int
     plan: cpu.Plan
-    start: int
     observed: ObservedQueries | None
+    places: list[int]
 
 
 class Runner:
@@ -117,7 +117,8 @@ class Runner:
             ids.extend(sequence.next_ids(step.query_len))
             slots.extend(sequence.table.slots(start, end))
             observed = self._observers.get(sequence.seq_id)
-            parts.append(_Part(begin, len(ids), self._plan(step), start, observed))
+            places = observed.take(start, step.query_len) if observed is not None else []
+            parts.append(_Part(begin, len(ids), self._plan(step), observed, places))
         num_rows = padded_rows(len(ids), self.model.model.dtype)
         input_ids = torch.zeros(1, num_rows, dtype=torch.int64)
         input_ids[0, : len(ids)] = torch.tensor(ids)
@@ -144,8 +145,9 @@ class Runner:
             queries=queries,
         )
         if observed is not None and queries is not None:
+            places = observed.take(index, 1)
             for layer, row in enumerate(queries):
-                observed.observe(layer, row[None], index)
+                observed.keep(layer, row[None], places)
         if logits is None:
             return StepResult()
         if step.wanted is Wanted.LOGITS:
@@ -176,7 +178,7 @@ class Runner:
             cpu.write_kv(pool, k[:num_tokens], v[:num_tokens], layer, written)
             for part in parts:
                 if part.observed is not None:
-                    part.observed.observe(layer, q[part.begin : part.end], part.start)
+                    part.observed.keep(layer, q[part.begin : part.end], part.places)
             outs = [
                 cpu.attend(q[part.begin : part.end], pool, layer, part.plan, scale)
                 for part in parts

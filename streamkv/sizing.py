@@ -10,6 +10,7 @@ from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError
 from streamkv.recall_schedule import question_tokens
 from streamkv.recalled import farthest
+from streamkv.retrieval_heads import NUM_HEADS
 from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
 if TYPE_CHECKING:
@@ -84,12 +85,19 @@ def blocks_of_session(
 def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
     """Entries of a sequence that a captured decode step has room for.
 
-    The blocks of a window, those of a system prompt as the default pool expects it, and some for
-    text that is kept; a sequence with more is decoded without a graph.
+    The blocks of a window, those of a system prompt as the default pool expects it, recalled ones,
+    and some for text that is kept; a sequence with more is decoded without a graph.
     """
     window = -(-config.window_size // spec.block_size) + 2 + config.recall_blocks
     sinks = -(-max(config.num_sink_tokens, SYSTEM_PROMPT_TOKENS) // spec.block_size)
-    return -(-(window + sinks + 8) // 16) * 16
+    # A recalled block that begins with sink tokens may have an entry more.
+    recalled = config.recall_blocks + 1 if config.recall_blocks else 0
+    return -(-(window + sinks + 8 + recalled) // 16) * 16
+
+
+def digest_bytes(spec: KVSpec) -> int:
+    """Bytes of the digest of one block, by which it is chosen for recall, at most."""
+    return 2 * NUM_HEADS * spec.block_size * spec.head_dim
 
 
 def num_gpu_blocks(config: EngineConfig, spec: KVSpec) -> int:

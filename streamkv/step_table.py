@@ -20,7 +20,7 @@ from streamkv.batch import SequenceStep
 from streamkv.kernels.batch_table import BatchTable
 from streamkv.sequence import Sequence
 
-_PER_ROW = ("ids", "sources", "slots", "query_starts", "window_sizes")
+_PER_ROW = ("ids", "sources", "slots", "targets", "query_starts", "window_sizes")
 _PER_ENTRY = ("addresses", "starts", "caps")
 _COUNTS = ("num_entries", "num_sink_entries", "num_recalled_entries")
 
@@ -58,9 +58,14 @@ class _Layout:
 
 
 def _most_entries(sequence: Sequence) -> int:
-    """A bound: a block has an entry, and each run of sink tokens in it two more at most."""
-    num_blocks = len(sequence.table) + len(sequence.table.recalled)
-    return num_blocks + 2 * len(sequence.window.sink_ranges)
+    """A bound: a block has an entry, and each run of sink tokens in it two more at most.
+
+    A recalled block has one more at most, for it shows what is no sink token.
+    """
+    num_ranges = len(sequence.window.sink_ranges)
+    num_recalled = len(sequence.table.recalled)
+    num_live = len(sequence.table) + 2 * num_ranges
+    return num_live + (num_recalled + num_ranges if num_recalled else 0)
 
 
 class StepTable:
@@ -73,6 +78,7 @@ class StepTable:
 
     Attributes:
         ids, sources, slots, query_starts: int64 [num_rows] on the device; see `rows.embed`.
+        targets: int64 [num_rows] on the device, where the queries of each row are kept; 0: nowhere.
         table: entries on the device.
     """
 
@@ -91,7 +97,7 @@ class StepTable:
         self._device = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
         found = layout.columns(self._device, lambda words: words.view(torch.int32))
         self.ids, self.sources, self.slots = found["ids"], found["sources"], found["slots"]
-        self.query_starts = found["query_starts"]
+        self.targets, self.query_starts = found["targets"], found["query_starts"]
         self.table = BatchTable(
             # The kernels read addresses; ids are for the twins.
             block_ids=found["addresses"],
@@ -114,9 +120,16 @@ class StepTable:
         """Whether every sequence has room for its entries."""
         return max(_most_entries(step.sequence) for step in steps) <= self._layout.capacity
 
-    def write(self, steps: Rows[SequenceStep]) -> None:
-        """Describe a step of one query a sequence; the copy is on the current stream."""
+    def write(self, steps: Rows[SequenceStep], targets: Rows[int] = ()) -> None:
+        """Describe a step of one query a sequence; the copy is on the current stream.
+
+        Args:
+            steps: its parts.
+            targets: where the queries of each are kept; of none if not given.
+        """
         columns = self._columns
+        columns["targets"][:] = 0
+        columns["targets"][: len(targets)] = targets
         for row, step in enumerate(steps):
             sequence, start = step.sequence, step.start
             source = -1 if step.source is None else step.source

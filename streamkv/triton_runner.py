@@ -16,8 +16,9 @@ from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
 from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
+from streamkv.device_copies import to_device
 from streamkv.gpu_attention import GpuAttention
-from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn, to_device
+from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn
 from streamkv.gpu_model import GpuModel
 from streamkv.gpu_plan import LOGIT_BYTES
 from streamkv.gpu_sampling import Draw, GpuSampler
@@ -56,6 +57,7 @@ class TritonRunner:
         max_sequences: of a step.
         max_chunk: queries of one sequence in a step; more attend in a slower way.
         cache: directory for what was measured on this device.
+        observes: captured steps keep queries of sequences that are observed; others always do.
     """
 
     def __init__(
@@ -67,8 +69,11 @@ class TritonRunner:
         max_sequences: int = BUCKETS[-1],
         max_chunk: int = 8192,
         cache: Path | None = None,
+        observes: bool = False,
     ) -> None:
         self.model = model
+        self._observes = observes
+        self._observers: dict[int, ObservedQueries] = {}
         self.max_sequences = min(max_sequences, BUCKETS[-1])
         num_rows = max(buckets_for(self.max_sequences))
         self._pool = pool
@@ -94,8 +99,12 @@ class TritonRunner:
         return self.has_graphs
 
     def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
-        """Nothing recalls on a GPU yet; options say so."""
-        assert queries is None, seq_id
+        """Show the queries of a sequence to `queries` from now on; to nobody with `None`."""
+        if queries is None:
+            self._observers.pop(seq_id, None)
+            return
+        assert queries.dtype == self._pool.dtype, "kernels keep queries as they are"
+        self._observers[seq_id] = queries
 
     def close(self) -> None:
         """Nothing is left to end."""
@@ -139,9 +148,20 @@ class TritonRunner:
         if self._graphs is None or not self._graphs.fits(steps):
             return None
         staged = self._sampler.stage([_draw(step) for step in steps])
-        logits = self._graphs.launch(steps)
+        logits = self._graphs.launch(steps, self._targets(steps))
         self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
         return self._outputs.send(steps, list(range(len(steps))), logits, [None] * len(steps))
+
+    def _targets(self, steps: Many[SequenceStep]) -> list[int]:
+        """Where the queries of each token of a packed row are kept; nothing if none are."""
+        if not any(step.sequence.seq_id in self._observers for step in steps):
+            return []
+        targets: list[int] = []
+        for step in steps:
+            observed = self._observers.get(step.sequence.seq_id)
+            count = step.query_len
+            targets += [0] * count if observed is None else observed.addresses(step.start, count)
+        return targets
 
     def _chosen(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Where the tokens of so many rows are chosen."""
@@ -159,12 +179,15 @@ class TritonRunner:
             ids.extend([0] if is_ahead else step.sequence.next_ids(step.query_len))
             sources.extend([-1 if step.source is None else step.source] * step.query_len)
             slots.extend(step.sequence.table.slots(step.start, step.start + step.query_len))
-        columns = to_device(torch.tensor([ids, sources, slots]), self._device)
-        input_ids, where, slot_mapping = columns.unbind(0)
+        targets = self._targets(steps)
+        columns = [ids, sources, slots, *([targets] if targets else [])]
+        input_ids, where, slot_mapping, *observed = to_device(
+            torch.tensor(columns), self._device
+        ).unbind(0)
         if any(source >= 0 for source in sources):
             chosen = self._outputs.ids[where.clamp(min=0)]
             input_ids = torch.where(where >= 0, chosen, input_ids)
-        attend = self._attention.plan(steps, slot_mapping)
+        attend = self._attention.plan(steps, slot_mapping, *observed)
         return self._gpu_model.hidden(input_ids[None], attend), begins
 
     def _scores(self, step: SequenceStep, hidden: Tensor) -> Tensor:
@@ -193,6 +216,7 @@ class TritonRunner:
                 capacity,
                 None if decoder is None else decoder.mixed,
                 pdl=decoder is not None and decoder.pdl,
+                observes=self._observes,
             )
         # Whatever a model of unknown make does while it is captured, the answer is the same.
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What queries see of a stream of which layers recall old blocks, token by token, in float64.
+"""What queries see of a stream that recalls old blocks, token by token, in float64.
 
 Who sees whom, and from how far, is written out for single tokens; nothing here knows tables or
 entries.
@@ -20,10 +20,10 @@ Result = tuple[Tensor, Tensor]
 
 
 class Recalling(NamedTuple):
-    """A stream, and the blocks, in order, that each layer recalls."""
+    """A stream, and the blocks, in order, that it recalls."""
 
     stream: Stream
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[int, ...]
 
 
 def cap_of(policy: Policy, window_size: int, place: int, count: int) -> int:
@@ -90,7 +90,7 @@ class Case:
             k = turned(kv[layer, 0].double(), -offsets, self.inv_freq)
             first = stream.num_tokens - stream.num_queries
             for query in range(first, stream.num_tokens):
-                seen = self._seen(stream, blocks[layer], query)
+                seen = self._seen(stream, blocks, query)
                 out, lse = self._attend(next(rows), k, kv[layer, 1].double(), seen)
                 outs.append(out)
                 lses.append(lse)

@@ -10,7 +10,6 @@ from torch import Tensor
 from streamkv.errors import ConfigError
 from streamkv.kernels import batch_reference, gpu
 from streamkv.kernels.batch_table import block_addresses
-from streamkv.kernels.recall_table import slice_addresses
 
 pytestmark = pytest.mark.gpu if ON_GPU else []
 
@@ -44,9 +43,8 @@ def copied(pools: Pools, sources: list[int], targets: list[int], by_slice: bool)
     units = expected.slices() if by_slice else list(expected)[:2]
     every = [unit for pool in units for unit in pool]
     batch_reference.copy_blocks([every[i] for i in sources], [every[i] for i in targets])
-    name = slice_addresses if by_slice else block_addresses
-    named = list(pools) if by_slice else list(pools)[:2]
-    addresses = [name(torch.tensor(ids), named).to(DEVICE) for ids in (sources, targets)]
+    named = pools.slices() if by_slice else list(pools)[:2]
+    addresses = [block_addresses(torch.tensor(ids), named).to(DEVICE) for ids in (sources, targets)]
     gpu.copy_blocks(*addresses, every[0].numel() * every[0].element_size())
     if ON_GPU:
         torch.cuda.synchronize()

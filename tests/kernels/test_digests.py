@@ -55,17 +55,23 @@ def expected_weights(queries: Tensor, pool: Tensor, ids: list[int], distance: in
     return torch.stack(found).mean(0)
 
 
+def weights_of(queries: Tensor, digests: Tensor, distance: int, *cuts: int) -> Tensor:
+    """With the digests in pages that are cut before these blocks."""
+    pages = torch.tensor_split(digests, cuts, 1)
+    return block_weights(queries, pages, ROWS, *ROPE.rows(torch.tensor(distance)), SCALES)
+
+
 @pytest.mark.parametrize("num_queries", [1, 5])
 @pytest.mark.parametrize("distance", [0, 1, 700])
-@pytest.mark.parametrize("at_once", [1, 4, 2048])
+@pytest.mark.parametrize("scratch_bytes", [0, 100_000, 1 << 30])
 def test_a_blocks_weight_is_what_its_tokens_would_get(
-    num_queries: int, distance: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    num_queries: int, distance: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", at_once)
+    monkeypatch.setattr(digests_module, "SCRATCH_BYTES", scratch_bytes)
     pool, queries = random_pool(9), some_queries(num_queries)
     ids = random.Random(3).sample(range(9), 6)
     digests = block_digests(pool, torch.tensor(ids), KV)
-    found = block_weights(queries, digests, ROWS, distance, ROPE, SCALES)
+    found = weights_of(queries, digests, distance, 1, 4)
     expected = expected_weights(queries, pool, ids, distance)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     assert found.sum().item() == pytest.approx(1.0)
@@ -74,16 +80,16 @@ def test_a_blocks_weight_is_what_its_tokens_would_get(
 def test_a_digest_is_the_keys_of_its_heads_as_they_are_stored() -> None:
     pool = random_pool(4).to(torch.bfloat16)
     digests = block_digests(pool, torch.tensor([2, 0]), KV)
-    assert digests.dtype == torch.bfloat16 and digests.shape == (2, len(KV), B, DIM)
+    assert digests.dtype == torch.bfloat16 and digests.shape == (len(KV), 2, B, DIM)
     for row, (layer, head) in enumerate(KV.tolist()):
-        assert torch.equal(digests[0, row], pool[2, layer, 0, head])
-        assert torch.equal(digests[1, row], pool[0, layer, 0, head])
-    assert block_weights(some_queries(2), digests, ROWS, 100, ROPE, SCALES).dtype == torch.float32
+        assert torch.equal(digests[row, 0], pool[2, layer, 0, head])
+        assert torch.equal(digests[row, 1], pool[0, layer, 0, head])
+    assert weights_of(some_queries(2), digests, 100).dtype == torch.float32
 
 
 def test_a_single_block_gets_all() -> None:
     digests = block_digests(random_pool(1), torch.tensor([0]), KV)
-    found = block_weights(some_queries(3), digests, ROWS, 9, ROPE, SCALES)
+    found = weights_of(some_queries(3), digests, 9)
     assert found.tolist() == pytest.approx([1.0])
 
 

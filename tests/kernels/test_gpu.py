@@ -178,6 +178,49 @@ def test_write_equals_reference(dtype: torch.dtype, rotary_dim: int) -> None:
     torch.testing.assert_close(pool.cpu(), expected, equal_nan=True, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(6, 16), (3, 80), (8, 128)])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_queries_are_kept_at_their_addresses_and_nowhere_else(
+    dtype: torch.dtype, num_q_heads: int, head_dim: int, layer: int
+) -> None:
+    rope = Batch((Stream(1),), head_dim=head_dim).rope()
+    pool = torch.zeros(3, 2, 2, 1, B, head_dim, dtype=dtype, device=DEVICE)
+    ring = torch.full((2, 7, num_q_heads, head_dim), 3.0, dtype=dtype, device=DEVICE)
+    expected = ring.clone()
+    rows = torch.randn(5, num_q_heads + 2, head_dim).to(dtype).to(DEVICE)
+    q, k, v = rows[:, :num_q_heads], rows[:, num_q_heads:-1], rows[:, -1:]
+    places = [4, None, 0, None, 6]
+    row_bytes = ring.stride(1) * ring.element_size()
+    targets = [0 if place is None else ring.data_ptr() + place * row_bytes for place in places]
+    for token, place in enumerate(places):
+        if place is not None:
+            expected[layer, place] = q[token]
+    slots = torch.tensor([3, 1, -1, B, 2 * B - 1], device=DEVICE)
+    observed = gpu.Observed(q, torch.tensor(targets, device=DEVICE), ring.stride(0))
+    gpu.write_kv(pool, k, v, slots, layer, rope, observed=observed)
+    assert torch.equal(ring, expected)
+    plain = torch.zeros_like(pool)
+    gpu.write_kv(plain, k, v, slots, layer, rope)
+    assert torch.equal(pool, plain) and pool.any()
+
+
+def test_queries_that_do_not_fit_are_refused() -> None:
+    rope = Batch((Stream(1),)).rope()
+    pool, q = torch.zeros(3, 2, 2, 1, B, 16, device=DEVICE), torch.zeros(2, 4, 16, device=DEVICE)
+    k, slots = q[:, :1], torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    refused = [
+        (q[:1], slots, "num_q_heads"),
+        (q[..., :8], slots, "num_q_heads"),
+        (q.transpose(1, 2), slots, "num_q_heads"),
+        (q, slots.int(), "Pass int64"),
+        (q, slots[:1], "Pass int64"),
+    ]
+    for queries, targets, remedy in refused:
+        with pytest.raises(ConfigError, match=remedy):
+            gpu.write_kv(pool, k, k, slots, 0, rope, observed=gpu.Observed(queries, targets, 64))
+
+
 @pytest.mark.parametrize("num_bytes", [16, 48, 8192, 8208, 40960])
 def test_copies_reach_their_places_and_no_other(num_bytes: int) -> None:
     words = num_bytes // 8

@@ -16,6 +16,7 @@ import torch
 from fake_model import Ints, answer, attend, is_drawn, logprob, mix, visible
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.observed_queries import ObservedQueries
 from streamkv.sampling import SampledToken
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.host_memory import Bytes
@@ -50,13 +51,16 @@ class _Part:
     @classmethod
     def of(cls, step: SequenceStep) -> "_Part":
         sequence, start, end = step.sequence, step.start, step.start + step.query_len
-        sinks, _, recent = sequence.table.entries(sequence.window, start, end)
-        seen = [
-            (entry.start + slot, entry.block_id * sequence.block_size + slot, slot, entry.cap)
-            for entry in (*sinks, *recent)
-            for slot in range(entry.first_valid, entry.end_valid)
-        ]
-        seen_index, seen_slots, offsets, caps = np.array(seen, dtype=np.int64).T
+        sinks, recalled, recent = sequence.table.entries(sequence.window, start, end)
+        near, old = (
+            [
+                (entry.start + slot, entry.block_id * sequence.block_size + slot, slot, entry.cap)
+                for entry in entries
+                for slot in range(entry.first_valid, entry.end_valid)
+            ]
+            for entries in ((*sinks, *recent), recalled)
+        )
+        seen_index, seen_slots, offsets, caps = np.array(near + old, dtype=np.int64).T
         ids, following = list[int](), list[int]()
         if step.source is None:
             available = min(step.query_len + 1, sequence.num_pending)
@@ -64,6 +68,10 @@ class _Part:
             following = sequence.next_ids(available)[1:]
             assert start == sequence.num_computed
         index = np.arange(start, end)
+        mask = visible(sequence.window, index, seen_index)
+        # What is recalled shows what the window does not.
+        newest = index[:, None] - sequence.window.window_size
+        mask[:, len(near) :] = seen_index[None, len(near) :] <= newest
         return cls(
             step,
             ids,
@@ -72,7 +80,7 @@ class _Part:
             np.array(sequence.table.slots(start, end), dtype=np.int64),
             seen_index,
             seen_slots,
-            visible(sequence.window, index, seen_index),
+            mask,
             np.minimum(index[:, None] - (seen_index - offsets), caps) - offsets,
         )
 
@@ -137,6 +145,7 @@ class Device:
         self.before_results: Callable[[Batch], None] = lambda batch: None
         self.is_running = False
         self._vocab_size = vocab_size
+        self._observers: dict[int, ObservedQueries] = {}
         self._kv = pool.data.numpy()
         self._chosen = [0] * max_sequences
         self._pending: deque[FakeFlight] = deque()
@@ -160,11 +169,32 @@ class Device:
             self._begin(FakeFlight(self, batch, []))
             raise
         flight = FakeFlight(self, batch, [_Part.of(step) for step in batch.steps])
+        for step in batch.steps:
+            self._show(step)
         self.launched.append(
             [(step.sequence.seq_id, step.start, step.query_len) for step in batch.steps]
         )
         self._begin(flight)
         return flight
+
+    def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
+        """Show the queries of a sequence to `queries` from now on; to nobody with `None`."""
+        if queries is None:
+            self._observers.pop(seq_id, None)
+        else:
+            self._observers[seq_id] = queries
+
+    def _show(self, step: SequenceStep) -> None:
+        """Queries of the step's tokens: random ones, by token index and layer."""
+        observed = self._observers.get(step.sequence.seq_id)
+        if observed is None:
+            return
+        places, end = observed.take(step.start, step.query_len), step.start + step.query_len
+        for layer, row in enumerate(observed._rows):
+            tokens = range(end - len(places), end)
+            generators = [torch.Generator().manual_seed(2 * token + layer) for token in tokens]
+            rows = [torch.randn(row.shape[1:], generator=each) for each in generators]
+            observed.keep(layer, torch.stack(rows), places)
 
     def _begin(self, flight: FakeFlight) -> None:
         with self._arrived:

@@ -1,17 +1,20 @@
 """The index of digests: what is chosen, and that growing, rewinding and forking change nothing."""
 
+import pytest
 import torch
 from torch import Tensor
 
-from streamkv.digest_index import DigestIndex
+from streamkv.digest_index import DigestIndex, page_rows
 from streamkv.kernels.digests import block_weights
 from streamkv.kernels.rope import RopeTables
+from streamkv.retrieval_heads import NUM_HEADS
+from streamkv.sizing import digest_bytes
 from streamkv.tiers.spec import BlockKey, KVSpec
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, block_size=64, dtype="float32")
 ROPE = RopeTables(10000.0 ** -(torch.arange(8).double() / 8), 600)
 ROWS, SCALES = [0, 1, 1], [0.25, 0.25, 0.5]
-FAR = 512
+ANGLES = ROPE.rows(torch.tensor(512))
 
 
 def key(index: int) -> BlockKey:
@@ -26,9 +29,15 @@ def index_of(num_blocks: int, without: frozenset[int] = frozenset()) -> DigestIn
     made = DigestIndex(2, SPEC, "cpu")
     for block in range(num_blocks):
         if block in without:
-            made.append(None, None)
+            made.append_missing()
         else:
-            made.append(key(block), digest(block))
+            made.extend([key(block)], digest(block)[:, None])
+    return made
+
+
+def extended(made: DigestIndex, blocks: range, seed: int = 0) -> DigestIndex:
+    """With these blocks besides, all sealed in one step."""
+    made.extend([key(i) for i in blocks], torch.stack([digest(seed + i) for i in blocks], 1))
     return made
 
 
@@ -36,13 +45,13 @@ QUERIES = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(99))
 
 
 def choose(index: DigestIndex, end_block: int, num_blocks: int) -> tuple[int, ...]:
-    return index.choose(QUERIES, 0, end_block, num_blocks, ROWS, FAR, ROPE, SCALES)
+    return index.choose(QUERIES, 0, end_block, num_blocks, ROWS, ANGLES, SCALES).blocks()
 
 
 def heaviest(blocks: list[int], num_blocks: int) -> tuple[int, ...]:
     """One weight at a time, from digests as the index holds them."""
-    rows = torch.stack([digest(block) for block in blocks]).half()
-    weights = block_weights(QUERIES, rows, ROWS, FAR, ROPE, SCALES).tolist()
+    rows = torch.stack([digest(block) for block in blocks], 1).half()
+    weights = block_weights(QUERIES, [rows], ROWS, *ANGLES, SCALES).tolist()
     ranked = sorted(zip(weights, blocks, strict=True), reverse=True)
     return tuple(sorted(block for _, block in ranked[:num_blocks]))
 
@@ -58,10 +67,13 @@ def test_the_heaviest_blocks_are_chosen_in_the_order_of_the_stream() -> None:
 
 def test_blocks_before_the_first_are_left_out() -> None:
     index = index_of(40)
-    found = index.choose(QUERIES, 10, 30, 5, ROWS, FAR, ROPE, SCALES)
-    assert found == heaviest(list(range(10, 30)), 5)
-    assert index.choose(QUERIES, 38, 99, 5, ROWS, FAR, ROPE, SCALES) == (38, 39)
-    assert index.choose(QUERIES, 50, 60, 5, ROWS, FAR, ROPE, SCALES) == ()
+
+    def found(first_block: int, end_block: int) -> tuple[int, ...]:
+        return index.choose(QUERIES, first_block, end_block, 5, ROWS, ANGLES, SCALES).blocks()
+
+    assert found(10, 30) == heaviest(list(range(10, 30)), 5)
+    assert found(38, 99) == (38, 39)
+    assert found(50, 60) == ()
 
 
 def test_more_than_there_are_means_all() -> None:
@@ -80,15 +92,14 @@ def test_a_block_that_cannot_be_found_again_is_never_chosen() -> None:
 def test_a_tie_goes_to_the_earlier_block() -> None:
     index = DigestIndex(2, SPEC, "cpu")
     for block in range(6):
-        index.append(key(block), digest(0))
+        index.extend([key(block)], digest(0)[:, None])
     assert choose(index, 6, 2) == (0, 1)
 
 
 def test_a_rewound_index_is_one_that_never_had_more() -> None:
     index = index_of(100)
     index.truncate(30)
-    for block in range(30, 80):
-        index.append(key(block), digest(block))
+    extended(index, range(30, 80))
     assert choose(index, 80, 9) == choose(index_of(80), 80, 9)
 
 
@@ -96,11 +107,33 @@ def test_a_fork_goes_its_own_way() -> None:
     index = index_of(70)
     fork = index.copy()
     index.truncate(10)
-    for block in range(10, 70):
-        index.append(key(block), digest(1000 + block))
+    extended(index, range(10, 70), seed=1000)
     assert choose(fork, 70, 9) == choose(index_of(70), 70, 9) != choose(index, 70, 9)
 
 
+def test_a_fork_writes_to_no_page_of_its_origin() -> None:
+    index = index_of(70)
+    fork = index.copy()
+    extended(fork, range(70, 100), seed=1000)
+    extended(index, range(70, 100))
+    assert choose(index, 100, 9) == choose(index_of(100), 100, 9) != choose(fork, 100, 9)
+
+
+@pytest.mark.parametrize("cuts", [[200], [64, 136], [1, 62, 2, 135], [3000], [191, 2809]])
+def test_blocks_sealed_together_are_those_sealed_one_by_one(cuts: list[int]) -> None:
+    index, first = DigestIndex(2, SPEC, "cpu"), 0
+    for count in cuts:
+        extended(index, range(first, first + count))
+        first += count
+    assert len(index) == first
+    for end_block in (9, 64, 65, 191, 192, 193, first):
+        if end_block <= first:
+            assert choose(index, end_block, 7) == heaviest(list(range(end_block)), 7)
+
+
 def test_digests_take_two_bytes_an_element_of_the_room_there_is() -> None:
-    assert index_of(64).num_bytes == 64 * 2 * 2 * 64 * 16
-    assert index_of(65).num_bytes == 128 * 2 * 2 * 64 * 16
+    assert digest_bytes(SPEC) == 2 * NUM_HEADS * 64 * 16
+    one = digest_bytes(SPEC) * 2 // NUM_HEADS
+    assert index_of(64).num_bytes == 64 * one
+    assert index_of(65).num_bytes == (64 + 128) * one
+    assert [page_rows(number) for number in range(6)] == [64, 128, 256, 512, 1024, 1024]

@@ -10,8 +10,9 @@ from gpu_cases import DEVICE, ON_GPU
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.device_copies import to_device
 from streamkv.errors import ModelError
-from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn, to_device
+from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn
 from streamkv.model import ModelAdapter
 from streamkv.sampling import sample
 from streamkv.sampling_params import SamplingParams

@@ -19,6 +19,8 @@ from streamkv.gpu_plan import (
     plan_gpu,
     require_room,
 )
+from streamkv.query_ring import NUM_PLACES
+from streamkv.sizing import digest_bytes
 from streamkv.tiers.spec import KVSpec
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -61,6 +63,26 @@ def test_the_parts_are_those_counted_by_hand() -> None:
     assert plan.spare_bytes == plan.room_bytes - 77 * MIB
     assert plan.fits
     require_room(plan, SPEC, config)
+
+
+def test_recall_takes_queries_digests_and_scores_of_each_session() -> None:
+    """By hand: 16 layers of 1000 bytes a query, digests of 2,048 blocks, two rooms for scores."""
+    model = dataclasses.replace(MODEL, query_width=500)
+    config = dataclasses.replace(CONFIG, recall_blocks=3)
+    plan = plan_gpu(DeviceMemory(80 * GIB, 10 * GIB), model, SPEC, config)
+    plain = plan_gpu(DeviceMemory(80 * GIB, 10 * GIB), model, SPEC, CONFIG)
+    assert (
+        plan.recall_bytes == 4 * (NUM_PLACES * 16_000 + 2048 * digest_bytes(SPEC)) + 2 * 128 * MIB
+    )
+    assert plan.num_blocks == plain.num_blocks + 4 * (3 + 2) and plain.recall_bytes == 0
+    assert plan.room_bytes == plain.room_bytes - plan.recall_bytes
+    assert plan.max_sessions < plain.max_sessions and plan.max_window == 512
+
+
+@pytest.mark.parametrize("free_bytes", [0, 3 * GIB, 10 * GIB])
+def test_a_plan_with_recall_names_no_window_that_is_too_small_for_it(free_bytes: int) -> None:
+    plan, _ = planned(free_bytes, recall_blocks=3, window_size=10_000, recall_stride=1024)
+    assert plan.max_window == 0 or plan.max_window >= 192
 
 
 def test_it_fits_to_the_byte() -> None:
@@ -175,7 +197,7 @@ def test_a_models_width_is_that_of_its_mlp_or_of_its_attention(
     config: dict[str, int], layer_width: int
 ) -> None:
     shape = {"hidden_size": 1000, "vocab_size": 10_000, "num_attention_heads": 16}
-    assert ModelSize.of(shape | config, SPEC, 7) == ModelSize(7, 1000, layer_width, 10_000)
+    assert ModelSize.of(shape | config, SPEC, 7) == ModelSize(7, 1000, layer_width, 10_000, 1024)
 
 
 def test_a_plan_is_made_without_torch() -> None:

@@ -6,26 +6,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamkv.observed_queries import NUM_OBSERVED, ObservedQueries
-from streamkv.retrieval_heads import Head, RetrievalHeads
+from streamkv.observed_queries import (
+    NUM_OBSERVED,
+    ObservedQueries,
+    layer_stride,
+)
 
-LAYERS, HEADS, DIM = 4, 5, 4
-CHOOSING = RetrievalHeads((Head(1, 0), Head(1, 4), Head(3, 2)), group=5)
+LAYERS, HEADS, DIM = 3, 2, 4
 
 
 def query(layer: int, index: int) -> Tensor:
-    """Of all heads of a layer."""
-    heads = torch.arange(HEADS).float()[:, None].expand(HEADS, DIM)
-    return 1000.0 * layer + index + heads / 10
+    return torch.full((HEADS, DIM), 100.0 * layer + index)
+
+
+def keep(made: ObservedQueries, rows: list[list[Tensor]], first_index: int) -> None:
+    """A step that computed `rows`, by layer."""
+    places = made.take(first_index, len(rows[0]))
+    for layer, queries in enumerate(rows):
+        made.keep(layer, torch.stack(queries), places)
 
 
 def fed(cuts: list[int]) -> ObservedQueries:
     """Steps of these lengths, one after another."""
-    made, first = ObservedQueries(CHOOSING, DIM), 0
+    made, first = ObservedQueries(LAYERS, HEADS, DIM), 0
     for length in cuts:
-        for layer in range(LAYERS):
-            rows = torch.stack([query(layer, first + i) for i in range(length)])
-            made.observe(layer, rows, first)
+        keep(
+            made,
+            [[query(layer, first + i) for i in range(length)] for layer in range(LAYERS)],
+            first,
+        )
         first += length
     return made
 
@@ -33,10 +42,7 @@ def fed(cuts: list[int]) -> ObservedQueries:
 def expected(end: int) -> Tensor:
     first = max(0, end - NUM_OBSERVED)
     return torch.stack(
-        [
-            torch.stack([query(layer, i)[head] for i in range(first, end)])
-            for layer, head in CHOOSING.heads
-        ]
+        [torch.stack([query(layer, i) for i in range(first, end)]) for layer in range(LAYERS)]
     )
 
 
@@ -56,16 +62,15 @@ def test_the_last_are_kept_however_the_input_was_cut(total: int) -> None:
 
 def test_fewer_are_given_where_older_ones_are_not_there() -> None:
     made = fed([20])
-    found = made.before(18)
-    assert found is not None and torch.equal(found, expected(20)[:, :14])
+    found = made.before(17)
+    assert found is not None and torch.equal(found, expected(20)[:, :13])
     assert made.before(4) is None and made.before(21) is None
-    assert ObservedQueries(CHOOSING, DIM).before(0) is None
+    assert ObservedQueries(LAYERS, HEADS, DIM).before(0) is None
 
 
 def test_a_token_computed_again_replaces_itself() -> None:
     made = fed([30])
-    for layer in range(LAYERS):
-        made.observe(layer, -query(layer, 29)[None], 29)
+    keep(made, [[-query(layer, 29)] for layer in range(LAYERS)], 29)
     found = made.before(30)
     assert found is not None and torch.equal(found[:, -1], -expected(30)[:, -1])
     assert torch.equal(found[:, :-1], expected(30)[:, :-1])
@@ -74,7 +79,39 @@ def test_a_token_computed_again_replaces_itself() -> None:
 def test_a_stream_that_goes_on_elsewhere_has_only_what_follows() -> None:
     """After a jump in token indices nothing before it counts."""
     made = fed([10])
-    for layer in range(LAYERS):
-        made.observe(layer, torch.stack([query(layer, 500), query(layer, 501)]), 500)
+    keep(made, [[query(layer, 500), query(layer, 501)] for layer in range(LAYERS)], 500)
     found = made.before(502)
     assert found is not None and found.shape[1] == 2
+
+
+def test_tokens_computed_ahead_push_none_out_that_chooses() -> None:
+    """What choices see must not depend on how far a device has run ahead of its callers."""
+    made, ahead = fed([40]), fed([40])
+    keep(ahead, [[query(layer, 40), query(layer, 41)] for layer in range(LAYERS)], 40)
+    ours, theirs = made.before(40), ahead.before(40)
+    assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    assert ours.shape[1] == NUM_OBSERVED
+
+
+def test_addresses_are_those_of_the_places_and_older_tokens_have_none() -> None:
+    made = ObservedQueries(LAYERS, HEADS, DIM, dtype=torch.float16)
+    count = NUM_OBSERVED + 5
+    addresses = made.addresses(7, count)
+    assert addresses[:5] == [0] * 5
+    row_bytes, rows = HEADS * DIM * 2, made._rows
+    for layer in range(LAYERS):
+        for token, address in enumerate(addresses[5:], 7 + 5):
+            offset = address - rows.data_ptr() + layer * layer_stride(HEADS, DIM) * 2
+            rows.view(-1, HEADS, DIM)[offset // row_bytes] = query(layer, token)
+    found = made.before(7 + count)
+    assert found is not None and torch.equal(found.float(), expected(7 + count))
+
+
+def test_a_fork_keeps_what_its_origin_overwrites() -> None:
+    made = fed([30])
+    fork = made.copy()
+    keep(made, [[-query(layer, 29)] for layer in range(LAYERS)], 29)
+    made.clear()
+    assert made.before(30) is None
+    found = fork.before(30)
+    assert found is not None and torch.equal(found, expected(30))

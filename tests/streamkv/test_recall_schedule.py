@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.recall_schedule import Choice, Known, RecallSchedule
 from streamkv.window import Window
 
 B = 64
@@ -20,37 +20,37 @@ def test_steps_end_at_every_multiple_of_the_stride() -> None:
 
 def test_a_choice_is_taken_once_when_its_token_comes() -> None:
     made = schedule()
-    made.put(Choice(512, (1, 2)))
-    made.put(Choice(768, (3,)))
+    made.put(Choice(512, Known((1, 2))))
+    made.put(Choice(768, Known((3,))))
     assert made.take(511) is None
-    assert made.take(512) == Choice(512, (1, 2))
+    assert made.take(512) == Choice(512, Known((1, 2)))
     assert made.take(513) is None
-    assert made.take(900) == Choice(768, (3,))
+    assert made.take(900) == Choice(768, Known((3,)))
 
 
 def test_of_two_choices_that_are_due_the_newer_counts() -> None:
     made = schedule()
-    made.put(Choice(512, (1,)))
-    made.put(Choice(768, (2,)))
-    assert made.take(800) == Choice(768, (2,)) and made.take(800) is None
+    made.put(Choice(512, Known((1,))))
+    made.put(Choice(768, Known((2,))))
+    assert made.take(800) == Choice(768, Known((2,))) and made.take(800) is None
 
 
 def test_a_choice_for_an_answer_replaces_what_was_to_come() -> None:
     made = schedule()
-    made.put(Choice(512, (1,)))
-    made.put(Choice(768, (2,)))
-    made.put(Choice(700, (9,)))
-    assert made.take(600) == Choice(512, (1,))
-    assert made.take(2000) == Choice(700, (9,))
+    made.put(Choice(512, Known((1,))))
+    made.put(Choice(768, Known((2,))))
+    made.put(Choice(700, Known((9,))))
+    assert made.take(600) == Choice(512, Known((1,)))
+    assert made.take(2000) == Choice(700, Known((9,)))
 
 
 def test_a_rewound_stream_forgets_later_choices() -> None:
     made = schedule()
-    made.put(Choice(512, (1,)))
-    made.put(Choice(768, (2,)))
+    made.put(Choice(512, Known((1,))))
+    made.put(Choice(768, Known((2,))))
     made.clear(700)
-    assert made.take(9999) == Choice(512, (1,))
-    made.put(Choice(512, (1,)))
+    assert made.take(9999) == Choice(512, Known((1,)))
+    made.put(Choice(512, Known((1,))))
     made.clear()
     assert made.take(9999) is None
 

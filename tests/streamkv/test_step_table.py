@@ -281,6 +281,33 @@ def test_unused_rows_have_no_entries_and_no_slot() -> None:
         bench.check_attention(steps[:count])
 
 
+def test_rows_say_where_their_queries_are_kept_and_unused_ones_nowhere() -> None:
+    bench = Bench(4)
+    steps = [bench.step(bench.sequence(3 * B + row)) for row in range(4)]
+    bench.table.write(steps, [160, 0, 320, 480])
+    assert bench.table.targets.tolist() == [160, 0, 320, 480]
+    bench.table.write(steps[:2], [0, 640])
+    assert bench.table.targets.tolist() == [0, 640, 0, 0]
+    bench.table.write(steps)
+    assert not bench.table.targets.any()
+
+
+def test_a_row_is_filled_anew_when_other_blocks_are_recalled() -> None:
+    bench = Bench(1)
+    sequence = bench.sequence(6 * B + 3)
+    old = [bench._free.pop() for _ in range(3)]
+    for blocks in ({1: old[0]}, {1: old[0], 2: old[1]}, {2: old[2]}, {}):
+        sequence.table.recalled.set(blocks)
+        steps = [bench.step(sequence)]
+        bench.table.write(steps)
+        entries = bench.table.table
+        assert int(entries.num_recalled_entries[0]) == len(blocks)
+        found = bench.attend(entries, bench.table.query_starts)
+        starts = torch.tensor([step.start for step in steps], device=DEVICE)
+        expected = bench.attend(bench.expected(steps), starts)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_step_that_is_asked_for_again_sees_what_it_saw() -> None:
     """The step after it was launched ahead, brought a block, and was not wanted.
 
@@ -358,6 +385,11 @@ def test_what_fits_has_room(seed: int) -> None:
     bench = Bench(1)
     step = bench.step(bench.sequence(rng.randint(1, 7 * B), window))
     most = len(step.sequence.table) + 2 * len(window.sink_ranges)
+    if seed % 2:
+        # Any block may be recalled, those with sink tokens too.
+        blocks = {index: bench._free.pop() for index in range(6) if rng.random() < 0.7}
+        step.sequence.table.recalled.set(blocks)
+        most += len(blocks) + (len(window.sink_ranges) if blocks else 0)
     tight = StepTable(1, most, bench.pool)
     assert tight.fits([step])
     tight.write([step])

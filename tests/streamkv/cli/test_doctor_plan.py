@@ -58,7 +58,7 @@ def test_the_sizes_on_disk_are_those_of_the_loaded_model(tiny_model_dir: Path) -
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     size, spec = read_size(tiny_model_dir, "float32")
     assert spec == adapter.spec
-    assert size == ModelSize(weight_bytes, 96, 6 * 16 + 2 * 2 * 16, adapter.vocab_size)
+    assert size == ModelSize(weight_bytes, 96, 6 * 16 + 2 * 2 * 16, adapter.vocab_size, 96)
     assert read_size(tiny_model_dir, "bfloat16")[0].weight_bytes == weight_bytes // 2
 
 
@@ -77,7 +77,7 @@ def test_weights_in_several_files_are_added_up(tmp_path: Path) -> None:
     save_weights(tmp_path / "two.safetensors", {"b": {"shape": [7]}, "c": {"shape": []}})
     save_weights(tmp_path / "consolidated.safetensors", {"all": {"shape": [1000]}})
     size, spec = read_size(tmp_path, "float16")
-    assert size == ModelSize(2 * (40 + 7 + 1), 8, (2 + 2 * 2) * 4, 5)
+    assert size == ModelSize(2 * (40 + 7 + 1), 8, (2 + 2 * 2) * 4, 5, 8)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype) == (3, 2, 4, "float16")
 
 
