@@ -118,8 +118,8 @@ def test_the_self_check_is_a_table(run: Run, tiny_model_dir: Path) -> None:
     assert ran.code == 0
     lines = ran.out.splitlines()
     assert lines[0].split("  ")[0] == "mode"
-    assert [line.split()[:2] for line in lines[1:4]] == [
-        ["window", tier] for tier in ("gpu", "cpu", "ssd")
+    assert [line.split()[:2] for line in lines[1:7]] == [
+        [mode, tier] for mode in ("window", "full") for tier in ("gpu", "cpu", "ssd")
     ]
     assert lines[-1].startswith("ok ")
 
@@ -131,8 +131,11 @@ def test_the_self_check_fails_when_a_tier_brings_nothing_back(
     ran = run("doctor", "--model", tiny_model_dir, "--self-check", "--json")
     assert ran.code == 1
     assert ran.json["ok"] is False
-    problems = {case["tier"]: case["problem"] for case in ran.json["cases"]}
-    assert problems["cpu"].startswith("not exercised") and problems["ssd"] == problems["cpu"]
+    problems = {(case["mode"], case["tier"]): case["problem"] for case in ran.json["cases"]}
+    assert problems["window", "gpu"] == problems["full", "gpu"] == ""
+    for tier in ("cpu", "ssd"):
+        assert problems["window", tier].startswith("not exercised")
+        assert problems["full", tier].startswith("a block did not come back (mode 'full' attends")
 
 
 def test_a_self_check_that_differs_is_valid_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
