@@ -205,12 +205,12 @@ class EngineConfig:
         elif self.attention == "recall":
             remedy = "Say how many blocks a session may recall, for example recall_blocks=16."
             raise ConfigError("attention", self.attention, "with recall_blocks=0", remedy)
-        if self.attention == "full" and (self.store is not None or self.device == "cuda"):
+        if self.attention == "full" and self.store is not None:
             raise ConfigError(
                 "attention",
                 self.attention,
-                "with a store or on a GPU: sessions there cannot attend to everything yet",
-                'Use store=None and device="cpu", or attention="window".',
+                "with a store: sessions there cannot attend to everything yet",
+                'Use store=None, or attention="window".',
             )
 
     @property

@@ -118,8 +118,6 @@ def make_full(
     problem = full_problem(adapter.sliding_windows)
     if config.store is not None:
         problem = "sessions with a store cannot attend to everything yet"
-    if pool.data.device.type != "cpu":
-        problem = "sessions on a GPU cannot attend to everything yet"
     return FullAttention(tiers, room, adapter.spec, adapter.trained_length, problem)
 
 

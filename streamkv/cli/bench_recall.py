@@ -103,7 +103,7 @@ def recall(
     user asks for it, the answer's start is given, and the next tokens must hold the number. All
     modes are asked the same questions. Lengths, questions and modes may be added with --resume.
     """
-    from streamkv.recall_bench.modes import default_modes
+    from streamkv.recall_bench.modes import MODES
     from streamkv.recall_bench.run import RecallPlan
 
     output = Output(as_json)
@@ -116,7 +116,7 @@ def recall(
         lengths=_numbers("lengths", lengths, int, "1024,4096"),
         questions=questions,
         depths=_numbers("depths", depths, float, "0.1,0.5,0.9"),
-        modes=default_modes(options.config.device) if modes is None else _words(modes),
+        modes=MODES if modes is None else _words(modes),
         recall_blocks=recall_blocks,
         feed_in=feed_in,
     )

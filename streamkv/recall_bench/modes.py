@@ -25,11 +25,6 @@ class Reading(NamedTuple):
     modes: tuple[str, ...]
 
 
-def default_modes(device: str) -> tuple[str, ...]:
-    """All modes that sessions on a device have."""
-    return tuple(mode for mode in MODES if mode != FULL or device != "cuda")
-
-
 def require_modes(modes: Sequence[str], feed_in: str) -> None:
     """Raise unless these are modes.
 
@@ -99,14 +94,7 @@ def with_room_for_full(
     Args:
         longest: tokens of the longest stream.
         recall_blocks: old blocks recalled into attention.
-
-    Raises:
-        ConfigError: on a GPU.
     """
-    if config.device == "cuda":
-        remedy = f"Use --modes {','.join(default_modes('cuda'))}, or --device cpu."
-        problem = "sessions on a GPU cannot attend to everything yet"
-        raise ConfigError("modes", FULL, problem, remedy)
     one = blocks_of_session(config, spec, config.num_sink_tokens, config.window_size)
     num_blocks = 2 * (one + recall_blocks) + longest // spec.block_size + 8
     given = 0 if config.gpu_bytes is None else parse_size("gpu_bytes", config.gpu_bytes)

@@ -7,7 +7,7 @@ of recalled blocks, too. Engine, recall, scheduling and the engine's thread are 
 import itertools
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +21,6 @@ import streamkv.engine
 import streamkv.recaller
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.batch import Batch
-from streamkv.device import make_recaller
-from streamkv.model import ModelAdapter
-from streamkv.recaller import Recaller
 from streamkv.tiers.gpu_pool import GpuPool
 
 STRIDE = 64
@@ -58,32 +55,26 @@ def engine_over(kind: type[Device], model: Path) -> Iterator[tuple[Engine, Devic
         made.append(kind(pool, 4))
         return DeviceTransfer(pool, made[0])
 
-    def with_random_digests(adapter: ModelAdapter, *others: Any) -> Recaller | None:
+    count = itertools.count()
+
+    def digests(pool: Tensor, block_ids: Tensor, kv_heads: Tensor) -> Tensor:
         """The device is late: what it has written when a block is digested is left to chance."""
-        recaller, count = make_recaller(adapter, *others), itertools.count()
-        assert recaller is not None
-
-        def digest(pool: Tensor, block_ids: Tensor, kv_heads: Tensor) -> Tensor:
-            generators = [torch.Generator().manual_seed(next(count)) for _ in block_ids]
-            shape = (len(kv_heads), *pool.shape[-2:])
-            return 40 * torch.stack([torch.randn(shape, generator=g) for g in generators], 1)
-
-        patches.enter_context(mock.patch.object(streamkv.recaller, "block_digests", digest))
-        return recaller
+        generators = [torch.Generator().manual_seed(next(count)) for _ in block_ids]
+        shape = (len(kv_heads), *pool.shape[-2:])
+        return torch.stack([torch.randn(shape, generator=each) for each in generators], 1)
 
     with (
-        ExitStack() as patches,
         mock.patch.object(streamkv.engine, "make_transfer", make_transfer),
         mock.patch.object(streamkv.engine, "make_runner", lambda *_: made[0]),
-        mock.patch.object(streamkv.engine, "make_recaller", with_random_digests),
+        mock.patch.object(streamkv.recaller, "block_digests", digests),
     ):
         engine = Engine(str(model), CONFIG)
-    if kind is Prompt:
-        with engine:
+        if kind is Prompt:
+            with engine:
+                yield engine, made[0]
+            return
+        with made[0].running(lambda: None), engine:
             yield engine, made[0]
-        return
-    with made[0].running(lambda: None), engine:
-        yield engine, made[0]
 
 
 def story(session: Session, seed: int) -> list[Any]:

@@ -50,14 +50,6 @@ def test_the_gpu_pool_has_room_for_full_beside_another_session() -> None:
     assert modes.with_room_for_full(large, spec, 6400, 0).gpu_bytes == 2**30
 
 
-def test_full_is_refused_on_a_gpu_and_not_among_its_modes() -> None:
-    spec = KVSpec(2, 2, 16, "float32")
-    assert modes.default_modes("cpu") == ALL
-    assert modes.default_modes("cuda") == ("window", "recall", "dense")
-    with pytest.raises(ConfigError, match=r"on a GPU .* Use --modes window,recall,dense"):
-        modes.with_room_for_full(EngineConfig(device="cuda"), spec, 6400, 0)
-
-
 def test_nothing_leaves_the_window_of_dense() -> None:
     config = dense_config(EngineConfig(num_sink_tokens=2), 4096)
     assert (config.window_size, config.num_sink_tokens, config.retain) == (4096, 2, "none")
