@@ -14,8 +14,8 @@ elements of e bytes, hidden states of h and layers of at most w elements per tok
     graphs        512 MiB                          CUDA graphs, compiled kernels, workspaces of
                                                    cuBLAS and of attention: an allowance
     recall        max_sessions * (P * l * h' * e   the newest queries of each session, of l layers
-                  + N * 8 s d)                     with P places; digests of N old blocks of each,
-                  + 2 * 128 MiB                    4 heads of d elements, s tokens; scores; only
+                  + N * 16 s d)                    with P places; digests of N old blocks of each,
+                  + 2 * 128 MiB                    8 heads of d elements, s tokens; scores; only
                                                    with `recall_blocks`
     gpu pool      (blocks + 1) * block_bytes       one is the guard block
 

@@ -6,9 +6,8 @@ whole stride to deliver. At the start of an answer a choice is made at once, and
 before the answer are computed again with it: a question that attended to nothing old would have
 told the answer nothing of it.
 
-Candidates are sealed blocks that have left the window of every query that the choice is for; where
-there are no more of these than may be chosen, also the blocks that are still leaving, so that
-nothing is lost when everything can be recalled.
+Candidates are the sealed blocks of which a token leaves the window of a query that the choice is
+for: of a block that is still leaving, each query sees what has left.
 """
 
 from collections import deque
@@ -93,13 +92,8 @@ class RecallSchedule:
             token_index: of the first query that the choice is for.
             num_sealed: full blocks of the stream.
         """
-        size = self._block_size
-        gone = window.first_visible(token_index) // size
-        if gone > self.num_blocks:
-            return min(gone, num_sealed)
         last_query = token_index + 2 * self.stride - 1
-        leaving = -(-window.first_visible(last_query) // size)
-        return min(max(gone, min(leaving, self.num_blocks)), num_sealed)
+        return min(-(-window.first_visible(last_query) // self._block_size), num_sealed)
 
     def first_within(self, token_index: int, trained_length: int) -> int:
         """The first block that no query of a choice is farther from than a model was trained for.

@@ -8,7 +8,7 @@ about which old block is wanted. `head_measuring` finds them.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NUM_HEADS = 4
+NUM_HEADS = 8
 """Heads that choose: digests grow with them (docs/recall.md has what more and fewer find)."""
 
 

@@ -28,7 +28,7 @@ from test_cuda_races import (
 )
 from torch import Tensor
 
-from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv import Engine, EngineConfig, SamplingParams, Session, recaller
 from streamkv.digest_index import DigestIndex
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
@@ -229,6 +229,8 @@ def test_a_captured_step_attends_to_recalled_blocks_as_an_eager_one_does(
 ) -> None:
     """The same blocks in all engines: what is chosen may differ where weights nearly tie."""
     monkeypatch.setattr(DigestIndex, "choose", lambda *_: Known((1, 4, 6)))
+    # Nothing is computed again, in a chunk: the answer begins with a captured step.
+    monkeypatch.setattr(recaller, "question_start", lambda num_computed, size: num_computed)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=1)
 
     def told(engine: Engine, mode: str) -> list[float]:
@@ -309,6 +311,7 @@ def test_an_answer_that_waits_for_its_choice_is_counted(tiny_model_dir: Path) ->
         session = engine.session("one")
         session.feed([some_ids(700)]).run()
         answer(session, SHORT)
+        session.feed([some_ids(9)]).run()
         engine._loop.settle(session._live.sequence)
         torch.cuda.synchronize()
         before = engine.counters()
