@@ -70,17 +70,17 @@ def test_a_record_has_literal_bytes_and_comes_back(
 def test_the_header_comes_back_with_its_version() -> None:
     kind, payload = encode_record(HEADER)
     assert kind == RecordKind.HEADER
-    assert decode_header(payload) == (2, HEADER)
+    assert decode_header(payload) == (3, HEADER)
     assert decode_record(kind, payload) == HEADER
 
 
 def test_the_header_of_another_version_is_not_read() -> None:
-    assert decode_header(b'{"journal_version": 3, "anything": []}') == (3, None)
+    assert decode_header(b'{"journal_version": 4, "anything": []}') == (4, None)
 
 
 def test_the_header_of_an_older_version_is_read() -> None:
     _, payload = encode_record(HEADER)
-    assert decode_header(payload.replace(b'"journal_version":2', b'"journal_version":1')) == (
+    assert decode_header(payload.replace(b'"journal_version":3', b'"journal_version":1')) == (
         1,
         HEADER,
     )
