@@ -46,15 +46,23 @@ class DigestIndex:
             key: `None` for a block that cannot be found again: it is never chosen.
             digest: [num_layers, num_kv_heads, head_dim], given if the key is.
         """
-        assert (key is None) == (digest is None)
-        if len(self) == self._rows.shape[0]:
+        self.put(len(self), key, digest)
+
+    def put(self, block_index: int, key: BlockKey | None, digest: Tensor | None) -> None:
+        """A block of the stream was sealed, perhaps once more; see `append`."""
+        assert (key is None) == (digest is None) and block_index <= len(self)
+        if block_index == self._rows.shape[0]:
             more = self._rows.new_empty(2 * len(self), *self._shape)
             more[: len(self)] = self._rows
             self._rows = more
         if digest is not None:
             # A 16-bit number has an end; no key of a sound model comes near it.
-            self._rows[len(self)] = digest.clamp(-65504.0, 65504.0)
-        self._keys.append(key)
+            self._rows[block_index] = digest.clamp(-65504.0, 65504.0).view(self._shape)
+        self._keys[block_index : block_index + 1] = [key]
+
+    def row(self, block_index: int) -> Tensor:
+        """The digest as it is kept: float16 [num_layers, num_kv_heads, head_dim]."""
+        return self._rows[block_index]
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on: the stream was rewound."""
