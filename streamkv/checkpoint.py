@@ -6,6 +6,7 @@ them. The tier manager keeps the blocks of the checkpoint before until the one a
 
 import logging
 import time
+from collections.abc import Callable
 
 from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
@@ -31,6 +32,8 @@ class Checkpointer:
         tiers: owner of the blocks.
         every: tokens between checkpoints; `None`: half a second of work, so that a resume computes
             about that much anew.
+        before: called before a checkpoint is journaled: writes what it relies on, or raises
+            JournalError.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class Checkpointer:
         journal: Journal,
         tiers: TierManager,
         every: int | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self._name = name
         self._sequence = sequence
         self._journal = journal
         self._tiers = tiers
         self._every = every
+        self._before = before
         self._begun_at, self._begun_s = 0, time.monotonic()
         self._not_before = 0
         self._journaled: WindowBlocks | None = None
@@ -62,6 +67,14 @@ class Checkpointer:
         Nothing older replaces it meanwhile.
         """
         self._not_before = token_index
+
+    def void(self, token_index: int) -> None:
+        """Tokens from `token_index` on are computed anew: forget what was about them."""
+        if self._pending is not None and self._pending[1].token_index > token_index:
+            self._pending = None
+        if self._not_before > token_index:
+            self._not_before = 0
+        self._begun_at = min(self._begun_at, token_index)
 
     def rewind(self, token_index: int) -> None:
         """The stream ends earlier now: forget what was about later tokens, and begin anew."""
@@ -129,6 +142,8 @@ class Checkpointer:
         ticket, window = self._pending
         self._pending = None
         if ticket.wait():
+            if self._before is not None:
+                self._before()
             self._journal.append(Checkpoint(window.token_index, window.encode()))
             self._journal.sync()
             self._journaled = window

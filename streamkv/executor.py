@@ -3,7 +3,9 @@
 from typing import Protocol
 
 from streamkv.batch import Batch, Flight, StepResult, Wanted
+from streamkv.journal_records import Chosen, ModeSet
 from streamkv.observed_queries import ObservedQueries
+from streamkv.recall_log import RecallLog
 from streamkv.recaller import Recaller
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -45,16 +47,25 @@ class Executor:
         self._tiers = tiers
         self.recaller = recaller
 
-    def open(self, sequence: Sequence, recalls: bool) -> None:
-        """A new sequence begins."""
+    def open(self, sequence: Sequence, log: RecallLog) -> None:
+        """A new sequence begins, or one that is brought back next."""
         if self.recaller is not None:
-            self._runner.observe(sequence.seq_id, self.recaller.open(sequence))
-            self.recaller.turn(sequence, recalls, self.recaller.options.num_blocks)
+            self._runner.observe(sequence.seq_id, self.recaller.open(sequence, log))
 
-    def fork(self, sequence: Sequence, forked: Sequence) -> None:
+    def resume(self, sequence: Sequence, recalls: bool) -> None:
+        """Have a sequence recall as its log says, or `recalls` if it never did."""
+        if self.recaller is not None:
+            self.recaller.resume(sequence, recalls)
+
+    def fork(self, sequence: Sequence, forked: Sequence, log: RecallLog) -> None:
         """A sequence with the same past begins."""
         if self.recaller is not None:
-            self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked))
+            self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked, log))
+
+    def before_checkpoint(self, sequence: Sequence) -> None:
+        """Write what a restart needs besides blocks. Raises JournalError."""
+        if self.recaller is not None:
+            self.recaller.before_checkpoint(sequence)
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name."""
@@ -69,6 +80,12 @@ class Executor:
         """Choose the old blocks that the next token attends to."""
         if self.recaller is not None:
             self.recaller.choose_now(sequence)
+
+    def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
+        """What is to be written with the record that the stream ends at `num_tokens` again."""
+        if self.recaller is None:
+            return []
+        return self.recaller.records_after_rewind(sequence, num_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream of a sequence ends earlier now."""

@@ -154,8 +154,8 @@ class Intake:
         """Have the intake of a forked sequence go on where this one stands."""
         other.restore(self.text_chars, self._encoder.tail, self._has_turns)
 
-    def rewind(self, rewound: Rewound) -> None:
-        """Write that the stream ends earlier; the text held back is given up.
+    def rewind(self, rewound: Rewound, *more: Record) -> None:
+        """Write that the stream ends earlier, and `more`; the text held back is given up.
 
         The caller holds `lock`, and rewinds the sequence next.
 
@@ -164,7 +164,7 @@ class Intake:
             EngineClosedError: the session was closed meanwhile.
         """
         self.require_open()
-        self._append(rewound)
+        self._append(rewound, *more)
 
     def require_open(self) -> None:
         """Raise `EngineClosedError` if nothing is accepted any more."""

@@ -21,7 +21,7 @@ from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.sharing import Sharing
-from streamkv.store import Store
+from streamkv.store import Store, delete_digests
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
@@ -93,6 +93,10 @@ class LiveStream:
         if self.checkpointer is not None:
             self.checkpointer.after_step()
 
+    def goes_on_answering(self) -> bool:
+        """Whether a generation would go on with an answer that a kill cut off."""
+        return self.past.state.in_answer
+
     def end_turn(self, params: SamplingParams, reason: FinishReason | None) -> None:
         """Journal that a generation ended, and wait until all of it is on disk."""
         shown = reason.value if reason else "abandoned"
@@ -120,6 +124,7 @@ class LiveStream:
 
         Raises:
             ConfigError: more blocks than the engine has room for.
+            JournalError: it could not be written; nothing has changed.
         """
         recaller = self.executor.recaller
         if recaller is None:
@@ -132,10 +137,12 @@ class LiveStream:
         most = recaller.options.num_blocks
         if recall_blocks is not None:
             require_int("recall_blocks", recall_blocks, 1, most)
-        recaller.turn(self.sequence, mode == "recall", recall_blocks or most)
+        # What a step has left behind was computed in the mode before.
+        self.executor.count_written_head(self.sequence)
+        recaller.turn(self.sequence, mode, recall_blocks or most)
 
     def attended(self) -> list[Attended]:
-        """Old blocks that were recalled since the last answer began."""
+        """Old blocks that were recalled since the last answer began, or since a restart in it."""
         recaller = self.executor.recaller
         if recaller is None:
             return []
@@ -171,7 +178,8 @@ class LiveStream:
             self.intake.require_open()
             self._check_index(token_index)
             rewound = self._rewound(token_index)
-            self.intake.rewind(rewound)
+            more = self.executor.records_after_rewind(self.sequence, token_index)
+            self.intake.rewind(rewound, *more)
             self.recovery().rewind()
             self.executor.rewind(self.sequence)
             self.intake.restore(rewound.text_chars, "", rewound.has_turns)
@@ -229,6 +237,7 @@ class LiveStream:
     def _store_all(self, journal: Journal, checkpointer: Checkpointer) -> None:
         partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
         try:
+            self.executor.before_checkpoint(self.sequence)
             journal.append(Closed(self.sequence.num_computed, partial or b""))
             journal.sync()
         except JournalError as error:
@@ -248,6 +257,8 @@ class LiveStream:
                 self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
             else:
                 self.tiers.forget(self.name).wait()
+            if self.store is not None:
+                delete_digests(self.store.path, self.name)
             if self.journal is not None:
                 self.journal.delete()
 

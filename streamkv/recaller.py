@@ -4,23 +4,32 @@
     a stride has passed    the newest queries choose, for the tokens one stride later
     an answer begins       they choose for the next token on
     a choice is due        blocks that are chosen no more are given back, the others restored
+    a session is resumed   modes and choices are those of its records, new ones are made behind them
 
-A block that no tier has any more is absent: counted, never an answer. One thread at a time comes
-here for a sequence: the engine's, or who holds the session while nothing of it is under way.
+What is decided is written to the session's `RecallLog` before a token is computed with it. A block
+that no tier has any more is absent: counted, never an answer. One thread at a time comes here for a
+sequence: the engine's, or who holds the session while nothing of it is under way.
 """
 
 import secrets
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from streamkv.digest_index import DigestIndex
+from streamkv.errors import JournalError
+from streamkv.journal_records import Chosen, ModeSet
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_schedule import Choice, RecallSchedule
+from streamkv.recall_history import RecallHistory
+from streamkv.recall_log import RecallLog
+from streamkv.recall_schedule import LOOK_BACK, Choice, RecallSchedule
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -43,13 +52,41 @@ class RecallOptions:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What recall knows of one sequence."""
+    """What recall knows of one sequence.
+
+    Attributes:
+        index: digests of its sealed blocks.
+        queries: its newest queries.
+        schedule: choices that were not taken yet.
+        log: where it is written down.
+        mode: in force for the next token to compute.
+        due: modes that begin at later tokens, which are accepted and not yet computed.
+        unwritten: choices that are not in the log yet.
+        last_made_at: tokens that were computed at the newest choice.
+        num_digested: sealed blocks that were looked at since the stream was opened.
+        attended: blocks recalled since the last answer began.
+    """
 
     index: DigestIndex
     queries: ObservedQueries
     schedule: RecallSchedule
-    is_on: bool = False
+    log: RecallLog
+    mode: ModeSet
+    due: deque[ModeSet] = field(default_factory=deque)
+    unwritten: list[Chosen] = field(default_factory=list)
+    last_made_at: int = -1
+    num_digested: int = 0
     attended: set[int] = field(default_factory=set)
+
+    @property
+    def newest(self) -> ModeSet:
+        """The mode that the session is in, for tokens to be accepted."""
+        return self.due[-1] if self.due else self.mode
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next token to compute is computed in mode `recall`."""
+        return self.mode.mode == "recall"
 
 
 class Recaller:
@@ -77,64 +114,114 @@ class Recaller:
         self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
         self._streams: dict[Sequence, _Stream] = {}
 
-    def open(self, sequence: Sequence) -> ObservedQueries:
-        """Digest a new sequence from its first block on; returns who is to see its queries."""
+    def open(self, sequence: Sequence, log: RecallLog) -> ObservedQueries:
+        """Begin with a sequence, to be resumed next; returns who is to see its queries."""
         adapter, options = self._adapter, self.options
         shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
         queries = ObservedQueries(*shape, self._pool.device)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
         index = DigestIndex(adapter.spec, self._pool.device)
-        self._streams[sequence] = _Stream(index, queries, schedule)
+        self._streams[sequence] = _Stream(index, queries, schedule, log, self._unset())
+        sequence.look_back = LOOK_BACK
+        if log.digests is not None:
+            for row in log.digests.rows(log.past.state.rewinds, sequence.block_size):
+                digest = torch.from_numpy(row.digest) if row.digest is not None else None
+                index.append(row.key, digest)
         return queries
 
-    def fork(self, sequence: Sequence, forked: Sequence) -> ObservedQueries:
-        """Digests and choices of a sequence for another one with the same past."""
+    def resume(self, sequence: Sequence, recalls: bool) -> None:
+        """Go on by the log, from where the sequence stands: what is in force is restored.
+
+        Args:
+            sequence: new, or brought back.
+            recalls: the mode of a session that never had one.
+
+        Raises:
+            JournalError: its first mode could not be written.
+            PoolFullError: the gpu pool has no room.
+        """
+        stream = self._streams[sequence]
+        self._go_on(sequence, stream)
+        newest, options = stream.log.history.newest, self.options
+        if newest is None:
+            if recalls:
+                self.turn(sequence, "recall", options.num_blocks)
+        elif (newest.policy, newest.stride) != (options.policy, options.stride):
+            # Opened with other options: they hold for what is accepted from now on.
+            self.turn(sequence, newest.mode, newest.num_blocks)
+
+    def fork(self, sequence: Sequence, forked: Sequence, log: RecallLog) -> ObservedQueries:
+        """Digests and choices of a sequence for another one with the same past.
+
+        Raises:
+            JournalError: what the fork goes on with could not be written to its log.
+        """
         stream = self._streams[sequence]
         copied = replace(
             stream,
             index=stream.index.copy(),
             queries=stream.queries.copy(),
             schedule=stream.schedule.copy(),
+            log=log,
+            due=deque(stream.due),
+            unwritten=list(stream.unwritten),
             attended=set(stream.attended),
         )
         self._streams[forked] = copied
-        if forked.recall_salt:
-            self._name_apart(forked)
-        self._place(forked, copied.is_on)
-        # What is attended now is due at once for the fork, which has none of it yet.
-        now = tuple(sequence.table.recalled)
-        if now:
-            self._install(forked, copied, now)
+        self._write(copied)
+        log.write(*_under_other_salts(log.history, forked.num_computed))
+        attended = set(copied.attended)
+        self._go_on(forked, copied)
+        copied.attended = attended
         return copied.queries
+
+    def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
+        """What is to be written with the record that the stream ends at `num_tokens` again.
+
+        What was decided before goes on under another salt, in the mode that the session is in.
+        """
+        stream = self._streams[sequence]
+        left, newest, last = stream.log.history.copy(), stream.newest, num_tokens - 1
+        lost = left.rewind(num_tokens)
+        records = _under_other_salts(left, last if lost is None else min(last, lost))
+        mode = left.newest or self._unset()
+        if (newest.mode, newest.num_blocks) != (mode.mode, mode.num_blocks):
+            records.append(replace(newest, token_index=last, salt=_new_salt()))
+        return records
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream ends earlier now; what was recalled may lie beyond that."""
         stream = self._streams[sequence]
-        self._install(sequence, stream, ())
-        stream.attended.clear()
-        stream.index.truncate(sequence.num_computed // sequence.block_size)
+        stream.unwritten.clear()
         stream.queries.clear()
-        stream.schedule.clear(sequence.num_computed)
-        if sequence.recall_salt:
-            self._name_apart(sequence)
-        self._set_boundary(sequence, stream)
+        self._go_on(sequence, stream)
+        stream.attended.clear()
 
     def is_on(self, sequence: Sequence) -> bool:
         """Whether the sequence recalls."""
-        return sequence in self._streams and self._streams[sequence].is_on
+        return sequence in self._streams and self._streams[sequence].newest.mode == "recall"
 
-    def turn(self, sequence: Sequence, on: bool, num_blocks: int) -> None:
-        """Begin or end recalling up to `num_blocks` from the next token on."""
-        stream = self._streams[sequence]
-        stream.schedule.num_blocks = num_blocks
-        self._place(sequence, on)
-        stream.is_on = on
-        if on or sequence.recall_salt:
-            self._name_apart(sequence)
-        stream.schedule.clear()
+    def turn(self, sequence: Sequence, mode: str, num_blocks: int) -> None:
+        """Attend by `mode`, to up to `num_blocks` old blocks, from the next token on.
+
+        Tokens that are accepted and not yet computed, but for the last, are still computed as
+        before, so that it does not matter how far the engine has come.
+
+        Raises:
+            JournalError: it could not be written; nothing has changed.
+        """
+        stream, options = self._streams[sequence], self.options
+        at = max(sequence.num_computed, sequence.num_tokens - 1)
+        # What is computed from there on may differ from what others compute from the same tokens.
+        is_apart = mode != "window" or stream.newest.salt
+        salt = _new_salt() if is_apart else b""
+        self._write(stream)
+        turned = ModeSet(at, mode, num_blocks, options.stride, options.policy, salt)
+        stream.log.write(turned)
+        stream.due = deque([due for due in stream.due if due.token_index < at])
+        stream.due.append(turned)
+        self._enter_due(sequence, stream)
         self._set_boundary(sequence, stream)
-        if not on:
-            self._install(sequence, stream, ())
 
     def choose_now(self, sequence: Sequence) -> None:
         """An answer begins: choose for the next token on."""
@@ -147,12 +234,20 @@ class Recaller:
         """Bring back what the tokens from `start` on attend to.
 
         Raises:
-            PoolFullError: the gpu pool has no room.
+            JournalError: the choice could not be written; it stays due.
+            PoolFullError: the gpu pool has no room; the choice stays due.
         """
         stream = self._streams.get(sequence)
-        choice = stream.schedule.take(start) if stream is not None else None
-        if stream is not None and choice is not None:
+        if stream is None or not stream.schedule.is_due(start):
+            return
+        self._write(stream)
+        choice = stream.schedule.take(start)
+        assert choice is not None
+        try:
             self._install(sequence, stream, choice.blocks)
+        except BaseException:
+            stream.schedule.put_back(choice)
+            raise
 
     def after_step(self, sequence: Sequence) -> None:
         """Digest what was sealed and choose if a stride has passed; nothing has expired yet."""
@@ -160,9 +255,23 @@ class Recaller:
         if stream is None:
             return
         self._digest(sequence, stream)
-        if stream.is_on and sequence.num_computed == sequence.recall_boundary:
-            self._choose(sequence, stream, sequence.num_computed + stream.schedule.stride)
+        self._enter_due(sequence, stream)
+        num_computed = sequence.num_computed
+        if self._chooses_at(stream, num_computed):
+            self._choose(sequence, stream, num_computed + stream.schedule.stride)
         self._set_boundary(sequence, stream)
+
+    def before_checkpoint(self, sequence: Sequence) -> None:
+        """Write what a restart behind this point relies on.
+
+        Raises:
+            JournalError: it could not be written.
+        """
+        stream = self._streams.get(sequence)
+        if stream is not None:
+            self._write(stream)
+            if stream.log.digests is not None:
+                stream.log.digests.sync()
 
     def attended(self, sequence: Sequence) -> list[int]:
         """Block indices that were attended since the last answer began, ascending."""
@@ -177,39 +286,110 @@ class Recaller:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
-        self._streams.pop(sequence, None)
+        stream = self._streams.pop(sequence, None)
+        if stream is not None and stream.log.digests is not None:
+            stream.log.digests.close()
 
-    def _place(self, sequence: Sequence, on: bool) -> None:
-        """Put recalled blocks and sink tokens where the policy has them."""
+    def _unset(self) -> ModeSet:
+        """The mode of a sequence that never had one."""
+        options = self.options
+        return ModeSet(0, "window", options.num_blocks, options.stride, options.policy, b"")
+
+    def _go_on(self, sequence: Sequence, stream: _Stream) -> None:
+        """Take modes and choices from the log, from where the sequence stands."""
+        history, num_computed = stream.log.history, sequence.num_computed
+        # Rows of blocks that the stream has, or will have once its tokens are computed anew.
+        self._truncate(stream, sequence.num_tokens // sequence.block_size)
+        stream.num_digested = num_computed // sequence.block_size
+        self._digest(sequence, stream)
+        stream.last_made_at = history.last_made_at
+        stream.due = deque(history.modes(num_computed + 1))
+        self._enter(sequence, stream, history.mode_at(num_computed) or self._unset())
+        if (in_force := history.choice_at(num_computed)) is not None:
+            self._install(sequence, stream, in_force.blocks)
+            stream.schedule.take(num_computed)
+        self._set_boundary(sequence, stream)
+
+    def _enter_due(self, sequence: Sequence, stream: _Stream) -> None:
+        while stream.due and stream.due[0].token_index <= sequence.num_computed:
+            self._enter(sequence, stream, stream.due.popleft())
+
+    def _enter(self, sequence: Sequence, stream: _Stream, mode: ModeSet) -> None:
+        """A mode begins: with nothing recalled, and the choices that are known for it."""
+        stream.mode = mode
+        self._install(sequence, stream, ())
         recalled = sequence.table.recalled
         recalled.trained_length = self._adapter.trained_length
-        recalled.set_policy(self.options.policy if on else "far")
+        recalled.set_policy(_policy(mode) if stream.is_on else "far")
+        sequence.recall_salt = mode.salt
+        # What a step may have left there was computed in the mode before.
+        sequence.head_is_written = False
+        schedule = stream.schedule
+        schedule.stride, schedule.num_blocks = mode.stride, mode.num_blocks
+        schedule.clear()
+        end = stream.due[0].token_index if stream.due else None
+        for chosen in stream.log.history.choices(mode.token_index, end):
+            schedule.put(Choice(chosen.token_index, chosen.blocks))
 
-    def _name_apart(self, sequence: Sequence) -> None:
-        """What is computed from now on may differ from what others compute from the same tokens."""
-        sequence.recall_salt = secrets.token_bytes(16)
+    def _write(self, stream: _Stream) -> None:
+        """Write the choices that are not in the log yet. Raises JournalError."""
+        if stream.unwritten:
+            stream.log.write(*stream.unwritten)
+            stream.unwritten.clear()
+
+    def _chooses_at(self, stream: _Stream, num_computed: int) -> bool:
+        """Whether this is a boundary at which nothing was chosen yet, not even before a restart."""
+        if not stream.is_on or not stream.schedule.chooses_at(num_computed):
+            return False
+        if num_computed <= max(stream.last_made_at, stream.mode.token_index):
+            return False
+        # A mode that is due ends what would be chosen.
+        is_void = stream.due and num_computed + stream.mode.stride >= stream.due[0].token_index
+        return not is_void
 
     def _set_boundary(self, sequence: Sequence, stream: _Stream) -> None:
-        boundary = stream.schedule.next_boundary(sequence.num_computed)
-        sequence.recall_boundary = boundary if stream.is_on else None
+        num_computed = sequence.num_computed
+        found = [due.token_index for due in list(stream.due)[:1]]
+        if stream.is_on:
+            found.append(stream.schedule.next_boundary(num_computed))
+        if (due := stream.schedule.next_due(num_computed)) is not None:
+            found.append(due)
+        sequence.recall_boundary = min(found, default=None)
+
+    def _truncate(self, stream: _Stream, num_blocks: int) -> None:
+        stream.index.truncate(num_blocks)
+        if stream.log.digests is not None:
+            stream.log.digests.truncate(num_blocks)
 
     def _digest(self, sequence: Sequence, stream: _Stream) -> None:
+        """Digest blocks that were sealed, and those of the window that have no digest yet."""
         num_sealed = sequence.num_computed // sequence.block_size
-        while len(stream.index) < num_sealed:
-            block_index = len(stream.index)
-            if block_index not in sequence.table or sequence.table[block_index].key is None:
-                stream.index.append(None, None)
-                continue
-            block = sequence.table[block_index]
-            ids = torch.tensor([block.block_id], device=self._pool.device)
-            stream.index.append(block.key, block_digests(self._pool, ids)[0])
+        for index in range(min(stream.num_digested, len(stream.index)), num_sealed):
+            self._digest_block(sequence, stream, index)
+        stream.num_digested = num_sealed
+
+    def _digest_block(self, sequence: Sequence, stream: _Stream, block_index: int) -> None:
+        is_known = block_index < len(stream.index)
+        key = sequence.table[block_index].key if block_index in sequence.table else None
+        # One that is computed anew, or was left out, has the digest that it had.
+        if is_known and key in (None, stream.index.key(block_index)):
+            return
+        digest = None
+        if key is not None:
+            ids = torch.tensor([sequence.table[block_index].block_id], device=self._pool.device)
+            digest = block_digests(self._pool, ids)[0]
+        stream.index.put(block_index, key, digest)
+        if stream.log.digests is not None:
+            num_rewinds = len(stream.log.past.state.rewinds)
+            row = stream.index.row(block_index).cpu().numpy() if key is not None else None
+            stream.log.digests.write(block_index, num_rewinds, key, row)
 
     def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
             return
         schedule, window, size = stream.schedule, sequence.window, sequence.block_size
-        policy, first_block = self.options.policy, 0
+        policy, first_block = _policy(stream.mode), 0
         if policy == "absolute":
             first_block = schedule.first_within(token_index, self._adapter.trained_length)
             # True distances differ by block; all are scored as just beyond the window.
@@ -224,6 +404,11 @@ class Recaller:
             list(self._adapter.scales),
         )
         schedule.put(Choice(token_index, blocks))
+        stream.last_made_at = sequence.num_computed
+        stream.unwritten.append(Chosen(token_index, sequence.num_computed, blocks))
+        # Without room on the disk it is written later, at the latest before it is used.
+        with suppress(JournalError):
+            self._write(stream)
 
     def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled
@@ -244,8 +429,11 @@ class Recaller:
 
     def _restored(self, sequence: Sequence, stream: _Stream, block_index: int) -> int | None:
         """The block in the gpu pool, with one more owner; `None` if it is absent."""
-        key = stream.index.key(block_index)
-        assert key is not None
+        key = stream.index.key(block_index) if block_index < len(stream.index) else None
+        if key is None:
+            # Chosen before a restart that has lost its digest.
+            self.num_absent += 1
+            return None
         if block_index in sequence.table and sequence.table[block_index].key == key:
             block_id = sequence.table[block_index].block_id
             self._tiers.share(block_id)
@@ -260,3 +448,30 @@ class Recaller:
         self._tiers.free(block_id)
         self.num_absent += 1
         return None
+
+
+def _policy(mode: ModeSet) -> PositionPolicy:
+    """The position policy of a mode; records hold nothing else."""
+    return cast(PositionPolicy, mode.policy)
+
+
+def _under_other_salts(history: RecallHistory, at: int) -> list[ModeSet | Chosen]:
+    """Records by which modes and choices go on from token `at` as they are, named apart."""
+    records = list[ModeSet | Chosen]()
+    if not history.has_salt:
+        return records
+    first, in_force = history.mode_at(at), history.choice_at(at)
+    modes = [*([first] if first is not None else []), *history.modes(at + 1)]
+    for place, mode in enumerate(modes):
+        start = max(at, mode.token_index)
+        end = modes[place + 1].token_index if place + 1 < len(modes) else None
+        salt = _new_salt() if mode.salt else b""
+        records.append(replace(mode, token_index=start, salt=salt))
+        if place == 0 and in_force is not None and in_force.token_index < at:
+            records.append(replace(in_force, token_index=at))
+        records.extend(history.choices(start, end))
+    return records
+
+
+def _new_salt() -> bytes:
+    return secrets.token_bytes(16)

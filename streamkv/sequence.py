@@ -56,6 +56,7 @@ class Sequence:
             without their whole past, on the way to an exact window; they get no key.
         recall_boundary: the next token index at which other old blocks may be attended.
         recall_salt: names blocks apart that may have been computed under recall.
+        look_back: tokens before the last full block whose window stays live, too.
         root_key: root of the chain of block keys.
         salting: where the salt enters it.
     """
@@ -79,6 +80,7 @@ class Sequence:
         self.exact_from = 0
         self.recall_boundary: int | None = None
         self.recall_salt = b""
+        self.look_back = 0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -201,6 +203,7 @@ class Sequence:
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""
         resume_at = self.num_computed - self.num_computed % self.block_size
+        resume_at = max(0, resume_at - self.look_back)
         expired = self.table.take_expired(self.window, resume_at)
         return [(block.block_id, block.key) for block in expired]
 
@@ -248,6 +251,7 @@ class Sequence:
         copied._chain_key = self._chain_key
         copied._open_ids = list(self._open_ids)
         copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
+        copied.look_back = self.look_back
         return copied
 
     def restore_open(self, num_computed: int) -> None:

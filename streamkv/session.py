@@ -76,7 +76,7 @@ class Session:
         return "recall" if self._live.executor.recalls(self._live.sequence) else "window"
 
     def set_mode(self, mode: Attention, recall_blocks: int | None = None) -> None:
-        """Attend by `mode` from the next token on.
+        """Attend by `mode` from the next token on, also after a restart.
 
         Args:
             mode: `window` or `recall`.
@@ -84,12 +84,17 @@ class Session:
 
         Raises:
             ConfigError: no such mode, or the engine has no room for recalled blocks.
+            JournalError: it could not be journaled; nothing has changed.
         """
         require_choice("mode", mode, ATTENTIONS)
         self._alone(lambda: self._live.set_mode(mode, recall_blocks), "set_mode")
 
     def attended(self) -> list[Attended]:
-        """Old blocks that were recalled since the last answer began, in the order of the stream."""
+        """Old blocks that were recalled since the last answer began, in the order of the stream.
+
+        After a restart it tells what has been recalled since: what an answer attended to before is
+        not remembered.
+        """
         return self._live.attended()
 
     def feed(self, items: Items) -> Outputs[Progress]:
@@ -334,7 +339,7 @@ class Session:
             self._live.end_turn(params, generation.finish_reason)
 
         try:
-            if self.mode == "recall":
+            if self.mode == "recall" and not self._live.goes_on_answering():
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence))

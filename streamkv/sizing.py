@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.errors import ConfigError
+from streamkv.recall_schedule import LOOK_BACK
 from streamkv.recalled import farthest
 from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
@@ -57,7 +58,8 @@ def blocks_of_session(
     """Gpu blocks that one session may need at once."""
     recent = window_size + config.prefill_chunk
     sinks = -(-num_sink_tokens // spec.block_size)
-    return -(-recent // spec.block_size) + 2 + sinks + config.recall_blocks
+    look_back = LOOK_BACK // spec.block_size if config.recall_blocks else 0
+    return -(-recent // spec.block_size) + 2 + sinks + look_back + config.recall_blocks
 
 
 def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
