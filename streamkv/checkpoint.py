@@ -34,6 +34,8 @@ class Checkpointer:
             about that much anew.
         before: called before a checkpoint is journaled: writes what it relies on, or raises
             JournalError.
+        keys_of: names of sealed blocks by a range of block indices, if old ones may be recalled;
+            then those that came and went since the checkpoint before are stored, too.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Checkpointer:
         tiers: TierManager,
         every: int | None = None,
         before: Callable[[], None] | None = None,
+        keys_of: Callable[[int, int], list[BlockKey]] | None = None,
     ) -> None:
         self._name = name
         self._sequence = sequence
@@ -51,6 +54,7 @@ class Checkpointer:
         self._tiers = tiers
         self._every = every
         self._before = before
+        self._keys_of = keys_of
         self._begun_at, self._begun_s = 0, time.monotonic()
         self._not_before = 0
         self._journaled: WindowBlocks | None = None
@@ -113,10 +117,21 @@ class Checkpointer:
         window = self._window_blocks()
         if window is None:
             return
+        self._store_old(window)
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         self._begun_at, self._begun_s = window.token_index, time.monotonic()
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+
+    def _store_old(self, window: WindowBlocks) -> None:
+        """Store what was sealed since the checkpoint before and has left the window by now."""
+        if self._keys_of is None:
+            return
+        live = {index for index, _ in window.blocks}
+        size = self._sequence.block_size
+        first, end = self._begun_at // size, window.token_index // size
+        if gone := [index for index in range(first, end) if index not in live]:
+            self._tiers.write_down(self._keys_of(gone[0], gone[-1] + 1))
 
     def _finish_or_log(self) -> None:
         """A checkpoint that fails costs time at a resume, never tokens: the session goes on."""
@@ -158,6 +173,7 @@ class Checkpointer:
         if window is None:
             return None
         self._finish_or_log()
+        self._store_old(window)
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         open_index = window.token_index // self._sequence.block_size

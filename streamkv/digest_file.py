@@ -66,6 +66,15 @@ def row_bytes(spec: KVSpec) -> int:
     return ROW_OVERHEAD + 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
 
 
+def copy_digests(source: Path, target: Path) -> None:
+    """Give a fork, whose journal begins as that of its origin, the digests of that."""
+    try:
+        shutil.copyfile(source, target)
+        os.chmod(target, 0o600)
+    except OSError as error:
+        _log.warning("%s: cannot be copied to %s (%s)", source, target, error)
+
+
 class DigestFile:
     """Rows of one session. Made by `open`.
 
@@ -98,17 +107,6 @@ class DigestFile:
         except OSError as error:
             file._give_up("opened", error)
         return file
-
-    def copy_to(self, path: Path) -> "DigestFile":
-        """The same rows for a fork, whose journal begins as this session's."""
-        copied = type(self)(path, self._row_bytes, self._identity)
-        try:
-            shutil.copyfile(self.path, path)
-            os.chmod(path, 0o600)
-            copied._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            copied._give_up("copied", error)
-        return copied
 
     def rows(self, rewinds: Sequence[int], block_size: int) -> Iterator[DigestRow]:
         """All rows, by block index.

@@ -1,5 +1,6 @@
 """Sequence bookkeeping meets tiers: blocks live before a step, sealed and dropped after."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from streamkv.batch import Batch, Flight, StepResult, Wanted
@@ -9,6 +10,7 @@ from streamkv.recall_log import RecallLog
 from streamkv.recaller import Recaller
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 
 
 class StepRunner(Protocol):
@@ -61,6 +63,13 @@ class Executor:
         """A sequence with the same past begins."""
         if self.recaller is not None:
             self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked, log))
+
+    def keys_of(self, sequence: Sequence) -> Callable[[int, int], list[BlockKey]] | None:
+        """Names of sealed blocks by a range of block indices; `None` if none are recalled."""
+        recaller = self.recaller
+        if recaller is None:
+            return None
+        return lambda first, end: recaller.keys(sequence, first, end)
 
     def before_checkpoint(self, sequence: Sequence) -> None:
         """Write what a restart needs besides blocks. Raises JournalError."""

@@ -9,7 +9,7 @@ import time
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
-from streamkv.digest_file import DigestFile
+from streamkv.digest_file import DigestFile, copy_digests
 from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
 from streamkv.executor import Executor
 from streamkv.forking import share_blocks
@@ -118,6 +118,9 @@ class SessionOpener:
             share_blocks(live.sequence, sequence, self._tiers)
             if live.journal is not None and self._store is not None:
                 journal = live.journal.fork(self._store.journal_path(name))
+                if self._config.recall_blocks > 0:
+                    paths = self._store.digests_path(live.name), self._store.digests_path(name)
+                    copy_digests(*paths)
             memory = live.memory.fork()
             log = self._recall_log(name, journal, memory)
             self._executor.fork(live.sequence, sequence, log)
@@ -283,6 +286,7 @@ class SessionOpener:
                 self._tiers,
                 every,
                 before=lambda: self._executor.before_checkpoint(sequence),
+                keys_of=self._executor.keys_of(sequence),
             )
             log.on_void = checkpointer.void
         intake = Intake(

@@ -33,6 +33,7 @@ from streamkv.recall_schedule import LOOK_BACK, Choice, RecallSchedule
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,12 @@ class Recaller:
             self._write(stream)
             if stream.log.digests is not None:
                 stream.log.digests.sync()
+
+    def keys(self, sequence: Sequence, first_block: int, end_block: int) -> list[BlockKey]:
+        """Names of the sealed blocks of a range that can be recalled."""
+        index = self._streams[sequence].index
+        found = (index.key(at) for at in range(first_block, min(end_block, len(index))))
+        return [key for key in found if key is not None]
 
     def attended(self, sequence: Sequence) -> list[int]:
         """Block indices that were attended since the last answer began, ascending."""

@@ -3,6 +3,7 @@ import pytest
 from streamkv.errors import InputError
 from streamkv.journal_records import (
     Checkpoint,
+    Chosen,
     Closed,
     Fed,
     Flushed,
@@ -10,6 +11,7 @@ from streamkv.journal_records import (
     Given,
     GivenKind,
     Kept,
+    ModeSet,
     Record,
     RecordKind,
     Rewound,
@@ -57,6 +59,22 @@ HEADER = SessionHeader(
             RecordKind.REWOUND,
             b"\x05" + bytes(7) + b"\x02\x01" + bytes(6) + b"\x01",
         ),
+        (
+            ModeSet(3, "recall", 16, 256, "absolute", b"salt"),
+            RecordKind.MODE_SET,
+            b"\x03" + bytes(7) + b"\x01\x02" + b"\x10\0\0\0" + b"\0\x01\0\0" + b"salt",
+        ),
+        (
+            ModeSet(0, "full", 0, 64, "far", b""),
+            RecordKind.MODE_SET,
+            bytes(8) + b"\x02\0" + bytes(4) + b"\x40\0\0\0",
+        ),
+        (
+            Chosen(512, 500, (1, 7)),
+            RecordKind.CHOSEN,
+            b"\0\x02" + bytes(6) + b"\xf4\x01" + bytes(6) + b"\x01\0\0\0\x07\0\0\0",
+        ),
+        (Chosen(0, 0, ()), RecordKind.CHOSEN, bytes(16)),
     ],
     ids=str,
 )
@@ -112,6 +130,11 @@ def test_what_is_not_a_token_id_is_refused(ids: tuple[int, ...]) -> None:
         (RecordKind.TURN, b"{"),
         (RecordKind.CHECKPOINT, b"\x01"),
         (RecordKind.CLOSED, b""),
+        (RecordKind.MODE_SET, bytes(17)),
+        (RecordKind.MODE_SET, bytes(8) + b"\x03" + bytes(9)),
+        (RecordKind.MODE_SET, bytes(9) + b"\x03" + bytes(8)),
+        (RecordKind.CHOSEN, bytes(15)),
+        (RecordKind.CHOSEN, bytes(18)),
         (RecordKind.HEADER, b"{}"),
     ],
 )

@@ -76,12 +76,12 @@ def killed(store: Path, target: Path) -> str:
 def test_killed_in_feeds_it_goes_on_as_if_it_had_not_been(
     tiny_model_dir: Path, tmp_path: Path, calm: dict[str, Any]
 ) -> None:
-    for num_lines in (20, 11, 9):
+    for num_lines in (25, 14):
         said = kill_after(tiny_model_dir, tmp_path, "feed", num_lines)
     with Engine(str(tiny_model_dir), options(str(tmp_path))) as engine:
         session = engine.session("victim")
         assert session.resumed and session.mode == "recall"
-        assert session.stats().num_computed > said[-1] - 3 * 192, "it starts from a checkpoint"
+        assert said[-1] > session.stats().num_computed > 0, "it starts from a checkpoint"
         session.feed([some_ids(NUM_FED)[session.num_tokens :]]).run()
         assert recall_of(session)[2:] == calm["state"]
         assert tokens_of(session, 60) == calm["tokens"][:60]
@@ -155,11 +155,14 @@ def test_the_mode_lasts_and_begins_at_its_token(tiny_model_dir: Path, tmp_path: 
         session = calm.session("calm")
         read_then_ask(session)
         expected = tokens_of(session, 50)
-    window = options(str(tmp_path), attention="window", checkpoint_tokens=2048)
+    window = options(str(tmp_path), attention="window", cpu_bytes="64MiB")
     with Engine(str(tiny_model_dir), window) as engine:
         session = engine.session("one")
         read_then_ask(session)
         before = recall_of(session)
+        checkpointer = session._live.checkpointer
+        assert checkpointer is not None
+        checkpointer.write_now()
         copied = killed(tmp_path, tmp_path.with_name(tmp_path.name + "-killed"))
     for store in (str(tmp_path), copied):
         with Engine(str(tiny_model_dir), options(store, attention="window")) as engine:
@@ -346,7 +349,7 @@ def test_a_slow_disk_gives_the_same_tokens(
                 may_read.release()
         ended.set()
         thread.join()
-    assert num_reads > 10
+    assert num_reads > 5
     assert found == calm["tokens"][:60]
 
 
@@ -355,13 +358,18 @@ def test_blocks_recalled_while_they_are_written_down_are_the_same(
 ) -> None:
     """The writer is held back, so that blocks are recalled while their own copy is pending."""
     go_on = threading.Event()
+
+    def hold_back() -> None:
+        go_on.wait(0.02)
+
     with (
         Engine(str(tiny_model_dir), options(str(tmp_path), cpu_bytes="2MiB")) as engine,
-        inject("worker", lambda: None if go_on.wait(0.02) else None),
+        inject("worker", hold_back),
     ):
         session = engine.session("one")
         session.feed([some_ids(NUM_FED)]).run()
         found = tokens_of(session, 60)
+        assert engine.counters()["shared"] > 0, "some were recalled while their copy was pending"
         go_on.set()
         engine._tiers.flush()
         engine._tiers.check_integrity()
@@ -378,7 +386,7 @@ def test_an_engine_without_room_refuses_a_session_that_recalls(
             with pytest.raises(SessionError, match="recall_blocks=3"):
                 engine.session("one")
             assert engine.usage()["gpu"].num_blocks == 0
-            assert engine.session("two").mode == "window" or few["recall_blocks"]
+            assert not engine.session(f"with {few['recall_blocks']}").resumed
 
 
 def test_a_session_takes_its_digests_with_it(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -398,4 +406,4 @@ def test_a_session_takes_its_digests_with_it(tiny_model_dir: Path, tmp_path: Pat
         engine._tiers.flush()
         assert list((tmp_path / "sessions").iterdir()) == []
         assert engine.usage()["gpu"].num_blocks == 0
-        assert engine._store is not None and list(engine._store.blocks.usage())[0] == 0
+        assert engine.usage()["ssd"].num_blocks == 0
