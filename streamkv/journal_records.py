@@ -334,8 +334,8 @@ def _decode(kind: RecordKind, payload: bytes) -> Record:
         case RecordKind.MODE_SET:
             return _unpack_mode(payload)
         case RecordKind.CHOSEN:
-            place = _SPAN.unpack_from(payload)
-            return Chosen(*place, _unpack_ids(payload[_SPAN.size :]))
+            token_index, made_at = _SPAN.unpack_from(payload)
+            return Chosen(token_index, made_at, _unpack_ids(payload[_SPAN.size :]))
 
 
 def _unpack_mode(payload: bytes) -> ModeSet:

@@ -354,26 +354,33 @@ def test_a_slow_disk_gives_the_same_tokens(
 
 
 def test_blocks_recalled_while_they_are_written_down_are_the_same(
-    tiny_model_dir: Path, tmp_path: Path, calm: dict[str, Any]
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    """The writer is held back, so that blocks are recalled while their own copy is pending."""
-    go_on = threading.Event()
+    """The writer holds every copy back until its queue is full: blocks leave the window before."""
 
-    def hold_back() -> None:
-        go_on.wait(0.02)
+    def tokens(store: Path, holds_back: bool) -> list[int | None]:
+        changed = {"cpu_bytes": "64MiB", "recall_blocks": 16, "prefill_chunk": 512}
+        everything = options(str(store), attention="window", **changed)
+        with Engine(str(tiny_model_dir), everything) as engine:
+            go_on, writer = threading.Event(), engine._tiers._writer
 
-    with (
-        Engine(str(tiny_model_dir), options(str(tmp_path), cpu_bytes="2MiB")) as engine,
-        inject("worker", hold_back),
-    ):
-        session = engine.session("one")
-        session.feed([some_ids(NUM_FED)]).run()
-        found = tokens_of(session, 60)
-        assert engine.counters()["shared"] > 0, "some were recalled while their copy was pending"
-        go_on.set()
-        engine._tiers.flush()
-        engine._tiers.check_integrity()
-    assert found == calm["tokens"][:60]
+            def hold_back() -> None:
+                while holds_back and writer.has_room() and not go_on.wait(0.002):
+                    pass
+
+            with inject("worker", hold_back):
+                session = engine.session("one")
+                session.feed([some_ids(1100)]).run()
+                session.set_mode("recall")
+                found = tokens_of(session, 60)
+                go_on.set()
+                engine._tiers.flush()
+            assert (engine.counters()["shared"] > 0) == holds_back
+            assert engine.counters()["absent"] == 0
+            engine._tiers.check_integrity()
+        return found
+
+    assert tokens(tmp_path / "held", True) == tokens(tmp_path / "free", False)
 
 
 def test_an_engine_without_room_refuses_a_session_that_recalls(
