@@ -11,11 +11,9 @@ that no tier has any more is absent: counted, never an answer. One thread at a t
 sequence: the engine's, or who holds the session while nothing of it is under way.
 """
 
-import secrets
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,9 +25,9 @@ from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_history import RecallHistory
 from streamkv.recall_log import RecallLog
 from streamkv.recall_schedule import LOOK_BACK, Choice, RecallSchedule
+from streamkv.recall_stream import RecallStream, new_salt, policy_of, under_other_salts
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -49,45 +47,6 @@ class RecallOptions:
     num_blocks: int
     stride: int
     policy: PositionPolicy
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """What recall knows of one sequence.
-
-    Attributes:
-        index: digests of its sealed blocks.
-        queries: its newest queries.
-        schedule: choices that were not taken yet.
-        log: where it is written down.
-        mode: in force for the next token to compute.
-        due: modes that begin at later tokens, which are accepted and not yet computed.
-        unwritten: choices that are not in the log yet.
-        last_made_at: tokens that were computed at the newest choice.
-        num_digested: sealed blocks that were looked at since the stream was opened.
-        attended: blocks recalled since the last answer began.
-    """
-
-    index: DigestIndex
-    queries: ObservedQueries
-    schedule: RecallSchedule
-    log: RecallLog
-    mode: ModeSet
-    due: deque[ModeSet] = field(default_factory=deque)
-    unwritten: list[Chosen] = field(default_factory=list)
-    last_made_at: int = -1
-    num_digested: int = 0
-    attended: set[int] = field(default_factory=set)
-
-    @property
-    def newest(self) -> ModeSet:
-        """The mode that the session is in, for tokens to be accepted."""
-        return self.due[-1] if self.due else self.mode
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the next token to compute is computed in mode `recall`."""
-        return self.mode.mode == "recall"
 
 
 class Recaller:
@@ -113,7 +72,7 @@ class Recaller:
         self._pool = pool
         self._tiers = tiers
         self._rope = RopeTables(adapter.inv_freq, adapter.trained_length)
-        self._streams: dict[Sequence, _Stream] = {}
+        self._streams: dict[Sequence, RecallStream] = {}
 
     def open(self, sequence: Sequence, log: RecallLog) -> ObservedQueries:
         """Begin with a sequence, to be resumed next; returns who is to see its queries."""
@@ -122,7 +81,7 @@ class Recaller:
         queries = ObservedQueries(*shape, self._pool.device)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
         index = DigestIndex(adapter.spec, self._pool.device)
-        self._streams[sequence] = _Stream(index, queries, schedule, log, self._unset())
+        self._streams[sequence] = RecallStream(index, queries, schedule, log, self._unset())
         sequence.look_back = LOOK_BACK
         if log.digests is not None:
             for row in log.digests.rows(log.past.state.rewinds, sequence.block_size):
@@ -169,8 +128,8 @@ class Recaller:
             attended=set(stream.attended),
         )
         self._streams[forked] = copied
-        self._write(copied)
-        log.write(*_under_other_salts(log.history, forked.num_computed))
+        copied.write()
+        log.write(*under_other_salts(log.history, forked.num_computed))
         attended = set(copied.attended)
         self._go_on(forked, copied)
         copied.attended = attended
@@ -184,10 +143,10 @@ class Recaller:
         stream = self._streams[sequence]
         left, newest, last = stream.log.history.copy(), stream.newest, num_tokens - 1
         lost = left.rewind(num_tokens)
-        records = _under_other_salts(left, last if lost is None else min(last, lost))
+        records = under_other_salts(left, last if lost is None else min(last, lost))
         mode = left.newest or self._unset()
         if (newest.mode, newest.num_blocks) != (mode.mode, mode.num_blocks):
-            records.append(replace(newest, token_index=last, salt=_new_salt()))
+            records.append(replace(newest, token_index=last, salt=new_salt()))
         return records
 
     def rewind(self, sequence: Sequence) -> None:
@@ -215,8 +174,8 @@ class Recaller:
         at = max(sequence.num_computed, sequence.num_tokens - 1)
         # What is computed from there on may differ from what others compute from the same tokens.
         is_apart = mode != "window" or stream.newest.salt
-        salt = _new_salt() if is_apart else b""
-        self._write(stream)
+        salt = new_salt() if is_apart else b""
+        stream.write()
         turned = ModeSet(at, mode, num_blocks, options.stride, options.policy, salt)
         stream.log.write(turned)
         stream.due = deque([due for due in stream.due if due.token_index < at])
@@ -241,7 +200,7 @@ class Recaller:
         stream = self._streams.get(sequence)
         if stream is None or not stream.schedule.is_due(start):
             return
-        self._write(stream)
+        stream.write()
         choice = stream.schedule.take(start)
         assert choice is not None
         try:
@@ -258,7 +217,7 @@ class Recaller:
         self._digest(sequence, stream)
         self._enter_due(sequence, stream)
         num_computed = sequence.num_computed
-        if self._chooses_at(stream, num_computed):
+        if stream.chooses_at(num_computed):
             self._choose(sequence, stream, num_computed + stream.schedule.stride)
         self._set_boundary(sequence, stream)
 
@@ -270,7 +229,7 @@ class Recaller:
         """
         stream = self._streams.get(sequence)
         if stream is not None:
-            self._write(stream)
+            stream.write()
             if stream.log.digests is not None:
                 stream.log.digests.sync()
 
@@ -302,11 +261,11 @@ class Recaller:
         options = self.options
         return ModeSet(0, "window", options.num_blocks, options.stride, options.policy, b"")
 
-    def _go_on(self, sequence: Sequence, stream: _Stream) -> None:
+    def _go_on(self, sequence: Sequence, stream: RecallStream) -> None:
         """Take modes and choices from the log, from where the sequence stands."""
         history, num_computed = stream.log.history, sequence.num_computed
         # Rows of blocks that the stream has, or will have once its tokens are computed anew.
-        self._truncate(stream, sequence.num_tokens // sequence.block_size)
+        stream.truncate(sequence.num_tokens // sequence.block_size)
         stream.num_digested = num_computed // sequence.block_size
         self._digest(sequence, stream)
         stream.last_made_at = history.last_made_at
@@ -317,17 +276,17 @@ class Recaller:
             stream.schedule.take(num_computed)
         self._set_boundary(sequence, stream)
 
-    def _enter_due(self, sequence: Sequence, stream: _Stream) -> None:
+    def _enter_due(self, sequence: Sequence, stream: RecallStream) -> None:
         while stream.due and stream.due[0].token_index <= sequence.num_computed:
             self._enter(sequence, stream, stream.due.popleft())
 
-    def _enter(self, sequence: Sequence, stream: _Stream, mode: ModeSet) -> None:
+    def _enter(self, sequence: Sequence, stream: RecallStream, mode: ModeSet) -> None:
         """A mode begins: with nothing recalled, and the choices that are known for it."""
         stream.mode = mode
         self._install(sequence, stream, ())
         recalled = sequence.table.recalled
         recalled.trained_length = self._adapter.trained_length
-        recalled.set_policy(_policy(mode) if stream.is_on else "far")
+        recalled.set_policy(policy_of(mode) if stream.is_on else "far")
         sequence.recall_salt = mode.salt
         # What a step may have left there was computed in the mode before.
         sequence.head_is_written = False
@@ -338,44 +297,17 @@ class Recaller:
         for chosen in stream.log.history.choices(mode.token_index, end):
             schedule.put(Choice(chosen.token_index, chosen.blocks))
 
-    def _write(self, stream: _Stream) -> None:
-        """Write the choices that are not in the log yet. Raises JournalError."""
-        if stream.unwritten:
-            stream.log.write(*stream.unwritten)
-            stream.unwritten.clear()
+    def _set_boundary(self, sequence: Sequence, stream: RecallStream) -> None:
+        sequence.recall_boundary = stream.next_boundary(sequence.num_computed)
 
-    def _chooses_at(self, stream: _Stream, num_computed: int) -> bool:
-        """Whether this is a boundary at which nothing was chosen yet, not even before a restart."""
-        if not stream.is_on or not stream.schedule.chooses_at(num_computed):
-            return False
-        if num_computed <= max(stream.last_made_at, stream.mode.token_index):
-            return False
-        # A mode that is due ends what would be chosen.
-        is_void = stream.due and num_computed + stream.mode.stride >= stream.due[0].token_index
-        return not is_void
-
-    def _set_boundary(self, sequence: Sequence, stream: _Stream) -> None:
-        num_computed = sequence.num_computed
-        found = [due.token_index for due in list(stream.due)[:1]]
-        if stream.is_on:
-            found.append(stream.schedule.next_boundary(num_computed))
-        if (due := stream.schedule.next_due(num_computed)) is not None:
-            found.append(due)
-        sequence.recall_boundary = min(found, default=None)
-
-    def _truncate(self, stream: _Stream, num_blocks: int) -> None:
-        stream.index.truncate(num_blocks)
-        if stream.log.digests is not None:
-            stream.log.digests.truncate(num_blocks)
-
-    def _digest(self, sequence: Sequence, stream: _Stream) -> None:
+    def _digest(self, sequence: Sequence, stream: RecallStream) -> None:
         """Digest blocks that were sealed, and those of the window that have no digest yet."""
         num_sealed = sequence.num_computed // sequence.block_size
         for index in range(min(stream.num_digested, len(stream.index)), num_sealed):
             self._digest_block(sequence, stream, index)
         stream.num_digested = num_sealed
 
-    def _digest_block(self, sequence: Sequence, stream: _Stream, block_index: int) -> None:
+    def _digest_block(self, sequence: Sequence, stream: RecallStream, block_index: int) -> None:
         is_known = block_index < len(stream.index)
         key = sequence.table[block_index].key if block_index in sequence.table else None
         # One that is computed anew, or was left out, has the digest that it had.
@@ -391,12 +323,12 @@ class Recaller:
             row = stream.index.row(block_index).cpu().numpy() if key is not None else None
             stream.log.digests.write(block_index, num_rewinds, key, row)
 
-    def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
+    def _choose(self, sequence: Sequence, stream: RecallStream, token_index: int) -> None:
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
             return
         schedule, window, size = stream.schedule, sequence.window, sequence.block_size
-        policy, first_block = _policy(stream.mode), 0
+        policy, first_block = policy_of(stream.mode), 0
         if policy == "absolute":
             first_block = schedule.first_within(token_index, self._adapter.trained_length)
             # True distances differ by block; all are scored as just beyond the window.
@@ -415,9 +347,9 @@ class Recaller:
         stream.unwritten.append(Chosen(token_index, sequence.num_computed, blocks))
         # Without room on the disk it is written later, at the latest before it is used.
         with suppress(JournalError):
-            self._write(stream)
+            stream.write()
 
-    def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
+    def _install(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled
         wanted = set(blocks)
         kept = {index: recalled[index] for index in recalled if index in wanted}
@@ -434,7 +366,7 @@ class Recaller:
                     recalled.set(kept)
         stream.attended.update(kept)
 
-    def _restored(self, sequence: Sequence, stream: _Stream, block_index: int) -> int | None:
+    def _restored(self, sequence: Sequence, stream: RecallStream, block_index: int) -> int | None:
         """The block in the gpu pool, with one more owner; `None` if it is absent."""
         key = stream.index.key(block_index) if block_index < len(stream.index) else None
         if key is None:
@@ -455,30 +387,3 @@ class Recaller:
         self._tiers.free(block_id)
         self.num_absent += 1
         return None
-
-
-def _policy(mode: ModeSet) -> PositionPolicy:
-    """The position policy of a mode; records hold nothing else."""
-    return cast(PositionPolicy, mode.policy)
-
-
-def _under_other_salts(history: RecallHistory, at: int) -> list[ModeSet | Chosen]:
-    """Records by which modes and choices go on from token `at` as they are, named apart."""
-    records = list[ModeSet | Chosen]()
-    if not history.has_salt:
-        return records
-    first, in_force = history.mode_at(at), history.choice_at(at)
-    modes = [*([first] if first is not None else []), *history.modes(at + 1)]
-    for place, mode in enumerate(modes):
-        start = max(at, mode.token_index)
-        end = modes[place + 1].token_index if place + 1 < len(modes) else None
-        salt = _new_salt() if mode.salt else b""
-        records.append(replace(mode, token_index=start, salt=salt))
-        if place == 0 and in_force is not None and in_force.token_index < at:
-            records.append(replace(in_force, token_index=at))
-        records.extend(history.choices(start, end))
-    return records
-
-
-def _new_salt() -> bytes:
-    return secrets.token_bytes(16)

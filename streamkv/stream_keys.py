@@ -86,6 +86,8 @@ class StreamKeys:
                 del self._chain[record.token_index // self._size + 1 :]
             case Chosen():
                 self._recall.choose(record)
+                if record.token_index < record.made_at:
+                    del self._chain[record.token_index // self._size + 1 :]
             case Rewound(token_index):
                 self._recall.rewind(token_index)
                 num_blocks = token_index // self._size

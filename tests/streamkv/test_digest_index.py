@@ -104,3 +104,15 @@ def test_a_fork_goes_its_own_way() -> None:
 def test_digests_take_two_bytes_an_element_of_the_room_there_is() -> None:
     assert index_of(64).num_bytes == 64 * 2 * 2 * 16
     assert index_of(65).num_bytes == 128 * 2 * 2 * 16
+
+
+def test_a_block_that_is_sealed_once_more_has_its_new_digest() -> None:
+    index, other = index_of(20), index_of(20)
+    for block in range(20):
+        index.put(block, key(block), digest((block + 7) % 20))
+    for block in range(20):
+        index.put(block, key(block), digest(block))
+        assert (index.row(block) == other.row(block)).all()
+    index.put(20, None, None)
+    assert len(index) == 21 and index.key(20) is None
+    assert choose(index, 21, 4) == choose(other, 20, 4)

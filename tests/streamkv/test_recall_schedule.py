@@ -91,3 +91,16 @@ def test_only_sealed_blocks_are_candidates() -> None:
     made, window = schedule(), Window(100)
     assert made.candidates(window, 2000, 7) == 7
     assert made.candidates(window, 0, 0) == 0
+
+
+def test_a_choice_that_was_put_back_is_taken_again() -> None:
+    made = schedule()
+    for choice in (Choice(64, (1,)), Choice(128, (2,))):
+        made.put(choice)
+    assert not made.is_due(63) and made.is_due(64)
+    assert (made.next_due(0), made.next_due(64), made.next_due(128)) == (64, 128, None)
+    taken = made.take(100)
+    assert taken == Choice(64, (1,)) and not made.is_due(100)
+    made.put_back(taken)
+    assert made.take(100) == taken and made.take(100) is None
+    assert made.take(128) == Choice(128, (2,))

@@ -42,18 +42,29 @@ def recall_of(session: Session) -> tuple[Any, ...]:
     return stream.newest, list(stream.due), recalled, list(stream.schedule._choices)
 
 
+def choices_of(session: Session) -> list[Chosen]:
+    """All choices that were made, also those that are behind."""
+    return list(session._live.past.state.recall.choices(0))
+
+
 @pytest.fixture(scope="module")
 def calm(tiny_model_dir: Path) -> dict[str, Any]:
     """What an engine without a store does, with room for everything in memory."""
     with Engine(str(tiny_model_dir), options(None, cpu_bytes="64MiB")) as engine:
         session = engine.session("calm")
         session.feed([some_ids(NUM_FED)]).run()
-        state = recall_of(session)[2:]
+        state, choices = recall_of(session)[2:], choices_of(session)
         with session.fork("scored") as fork:
             scores = scores_of(fork, MORE)
         tokens = tokens_of(session, 200)
         attended = [(each.start, each.end) for each in session.attended()]
-    return {"tokens": tokens, "scores": scores, "attended": attended, "state": state}
+    return {
+        "tokens": tokens,
+        "scores": scores,
+        "attended": attended,
+        "state": state,
+        "choices": choices,
+    }
 
 
 def kill_after(model: Path, store: Path, what: str, num_lines: int) -> list[int]:
@@ -84,6 +95,7 @@ def test_killed_in_feeds_it_goes_on_as_if_it_had_not_been(
         assert said[-1] > session.stats().num_computed > 0, "it starts from a checkpoint"
         session.feed([some_ids(NUM_FED)[session.num_tokens :]]).run()
         assert recall_of(session)[2:] == calm["state"]
+        assert choices_of(session) == calm["choices"], "none is made twice, none is left out"
         assert tokens_of(session, 60) == calm["tokens"][:60]
         assert engine.counters()["absent"] == 0
 
