@@ -183,6 +183,27 @@ def test_the_mode_lasts_and_begins_at_its_token(tiny_model_dir: Path, tmp_path: 
             assert tokens_of(session, 50) == expected
 
 
+def test_a_kill_leaves_every_block_before_a_checkpoint_to_recall(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Also those that came and went between two checkpoints, and fit into the cpu pool."""
+    rare = {"cpu_bytes": "64MiB", "checkpoint_tokens": 4096}
+    with Engine(str(tiny_model_dir), options(str(tmp_path), **rare)) as engine:
+        session = engine.session("one")
+        session.feed([some_ids(1300)]).run()
+        checkpointer = session._live.checkpointer
+        assert checkpointer is not None
+        checkpointer.write_now()
+        copied = killed(tmp_path, tmp_path.with_name(tmp_path.name + "-killed"))
+    with Engine(str(tiny_model_dir), options(copied)) as engine:
+        sequence = engine.session("one")._live.sequence
+        recaller = engine._executor.recaller
+        assert recaller is not None
+        keys = recaller.keys(sequence, 0, 20)
+        assert len(keys) == 20
+        assert [index for index, key in enumerate(keys) if not engine._tiers.where(key)] == []
+
+
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 def test_killed_around_every_boundary(tiny_model_dir: Path, tmp_path: Path, offset: int) -> None:
     """Fed so that a step ends there; the process is killed at each."""
