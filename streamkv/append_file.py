@@ -69,6 +69,7 @@ class AppendFile:
             if self._sync_failed:
                 self._rewrite_unsynced()
             os.fsync(self.fd)
+            is_deleted = os.fstat(self.fd).st_nlink == 0
         except OSError as error:
             self._sync_failed = True
             raise JournalError(
@@ -76,6 +77,11 @@ class AppendFile:
                 "survive a crash of the process but not of the machine: check the disk and its "
                 "free space, then go on."
             ) from error
+        if is_deleted:
+            raise JournalError(
+                f"{self.path}: was deleted while it was open. The session goes on until it is "
+                "closed; nothing of it will be there afterwards. Read on in another session."
+            )
         self._sync_failed = False
         self._synced_end = self.end
 

@@ -36,11 +36,12 @@ def switch_attention(
         if not full.is_on(sequence):
             full.turn_on(sequence, lambda: _stop_recalling(sequence, recaller))
         return
+    was_full = full is not None and full.is_on(sequence)
     if full is not None:
         full.turn_off(sequence)
     if recaller is not None:
         num_blocks = recall_blocks or recaller.options.num_blocks
-        recaller.turn(sequence, mode == "recall", num_blocks)
+        recaller.turn(sequence, mode, num_blocks, is_apart=was_full)
 
 
 def _check(mode: Attention, recall_blocks: int | None, recaller: Recaller | None) -> None:
@@ -59,4 +60,4 @@ def _check(mode: Attention, recall_blocks: int | None, recaller: Recaller | None
 
 def _stop_recalling(sequence: Sequence, recaller: Recaller | None) -> None:
     if recaller is not None:
-        recaller.turn(sequence, False, recaller.options.num_blocks)
+        recaller.stop(sequence)

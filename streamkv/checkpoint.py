@@ -6,6 +6,7 @@ them. The tier manager keeps the blocks of the checkpoint before until the one a
 
 import logging
 import time
+from collections.abc import Callable
 
 from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
@@ -31,6 +32,10 @@ class Checkpointer:
         tiers: owner of the blocks.
         every: tokens between checkpoints; `None`: half a second of work, so that a resume computes
             about that much anew.
+        before: called before a checkpoint is journaled: writes what it relies on, or raises
+            JournalError.
+        keys_of: names of sealed blocks by a range of block indices, if old ones may be recalled;
+            then those that came and went since the checkpoint before are stored, too.
     """
 
     def __init__(
@@ -40,12 +45,16 @@ class Checkpointer:
         journal: Journal,
         tiers: TierManager,
         every: int | None = None,
+        before: Callable[[], None] | None = None,
+        keys_of: Callable[[int, int], list[BlockKey]] | None = None,
     ) -> None:
         self._name = name
         self._sequence = sequence
         self._journal = journal
         self._tiers = tiers
         self._every = every
+        self._before = before
+        self._keys_of = keys_of
         self._begun_at, self._begun_s = 0, time.monotonic()
         self._not_before = 0
         self._journaled: WindowBlocks | None = None
@@ -62,6 +71,14 @@ class Checkpointer:
         Nothing older replaces it meanwhile.
         """
         self._not_before = token_index
+
+    def void(self, token_index: int) -> None:
+        """Tokens from `token_index` on are computed anew: forget what was about them."""
+        if self._pending is not None and self._pending[1].token_index > token_index:
+            self._pending = None
+        if self._not_before > token_index:
+            self._not_before = 0
+        self._begun_at = min(self._begun_at, token_index)
 
     def rewind(self, token_index: int) -> None:
         """The stream ends earlier now: forget what was about later tokens, and begin anew."""
@@ -100,10 +117,21 @@ class Checkpointer:
         window = self._window_blocks()
         if window is None:
             return
+        self._store_old(window)
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         self._begun_at, self._begun_s = window.token_index, time.monotonic()
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+
+    def _store_old(self, window: WindowBlocks) -> None:
+        """Store what was sealed since the checkpoint before and has left the window by now."""
+        if self._keys_of is None:
+            return
+        live = {index for index, _ in window.blocks}
+        size = self._sequence.block_size
+        first, end = self._begun_at // size, window.token_index // size
+        if gone := [index for index in range(first, end) if index not in live]:
+            self._tiers.write_down(self._keys_of(gone[0], gone[-1] + 1))
 
     def _finish_or_log(self) -> None:
         """A checkpoint that fails costs time at a resume, never tokens: the session goes on."""
@@ -129,6 +157,8 @@ class Checkpointer:
         ticket, window = self._pending
         self._pending = None
         if ticket.wait():
+            if self._before is not None:
+                self._before()
             self._journal.append(Checkpoint(window.token_index, window.encode()))
             self._journal.sync()
             self._journaled = window
@@ -143,6 +173,7 @@ class Checkpointer:
         if window is None:
             return None
         self._finish_or_log()
+        self._store_old(window)
         table = self._sequence.table
         blocks = [(key, table[index].block_id) for index, key in window.blocks]
         open_index = window.token_index // self._sequence.block_size

@@ -131,9 +131,8 @@ class EngineConfig:
         attention: `window` attends to sink tokens and window, `recall` also to old blocks, `full`
             to every token, as long as `gpu_bytes` has room for all blocks; a session may change it.
             `recall` needs `recall_blocks`. `full` needs no tier for what it read itself; as yet
-            only on a CPU and without a `store`.
-        recall_blocks: old blocks that a session may recall into attention; 0: none ever. As yet
             only without a `store`.
+        recall_blocks: old blocks that a session may recall into attention; 0: none ever.
         recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
             what the window has room for.
         position_policy: how far away recalled blocks seem: `far`, `cache` or `absolute`.
@@ -231,18 +230,12 @@ class EngineConfig:
                 f"A window needs 2 * recall_stride + {BLOCK_SIZE} tokens: use window_size={least}, "
                 "a shorter recall_stride, or recall_blocks=0.",
             )
-        if self.retain != "all" or parse_size("cpu_bytes", self.cpu_bytes) == 0:
+        has_tier = self.store is not None or parse_size("cpu_bytes", self.cpu_bytes) > 0
+        if self.retain != "all" or not has_tier:
             raise ConfigError(
                 "recall_blocks",
                 self.recall_blocks,
                 f"with retain={self.retain!r} and cpu_bytes={self.cpu_bytes!r} nothing is kept "
                 "that could be recalled",
-                'Use retain="all" and cpu_bytes for the history that matters.',
-            )
-        if self.store is not None:
-            raise ConfigError(
-                "recall_blocks",
-                self.recall_blocks,
-                "with a store: sessions there cannot recall yet",
-                "Use store=None, or recall_blocks=0.",
+                'Use retain="all", and a store or cpu_bytes for the history that matters.',
             )

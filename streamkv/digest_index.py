@@ -65,31 +65,38 @@ class DigestIndex:
         """The block's key; `None` if it has none and cannot be recalled."""
         return self._keys[block_index]
 
-    def append_missing(self) -> None:
-        """The next block was sealed without a key: it cannot be found again, nor be chosen."""
-        for _ in self._room(1):
-            pass
-        self._keys.append(None)
-
-    def extend(self, keys: list[BlockKey], digests: Tensor) -> None:
-        """The next blocks of the stream were sealed.
+    def put(self, first_block: int, keys: list[BlockKey], digests: Tensor) -> None:
+        """Blocks of the stream were sealed, perhaps once more.
 
         Args:
-            keys: of the blocks.
+            first_block: block index of the first; at most the number of blocks known.
+            keys: of the blocks, which follow each other.
             digests: [num_rows, n, block_size, head_dim], on the device.
         """
         if self._dtype == torch.float16:
             # It has an end; no key of a sound model comes near it.
             digests = digests.clamp(-65504.0, 65504.0)
         first = 0
-        for room in self._room(len(keys)):
+        for room in self._room(first_block, len(keys)):
             room.copy_(digests[:, first : first + room.shape[1]])
             first += room.shape[1]
-        self._keys.extend(keys)
+        self._keys[first_block : first_block + len(keys)] = keys
 
-    def _room(self, count: int) -> Iterator[Tensor]:
-        """Where the digests of the next blocks go, in pieces [rows, blocks, ...]."""
-        low, end = len(self), len(self) + count
+    def put_missing(self, block_index: int) -> None:
+        """A block was sealed without a key: it cannot be found again, nor be chosen."""
+        for _ in self._room(block_index, 1):
+            pass
+        self._keys[block_index : block_index + 1] = [None]
+
+    def digest(self, block_index: int) -> Tensor:
+        """The digest of a block as it is kept: [num_rows, block_size, head_dim]."""
+        number, first = self._page_of(block_index)
+        return self._pages[number][:, block_index - first]
+
+    def _room(self, first_block: int, count: int) -> Iterator[Tensor]:
+        """Where the digests of some blocks go, in pieces [rows, blocks, ...]."""
+        assert first_block <= len(self)
+        low, end = first_block, first_block + count
         while low < end:
             number, first = self._page_of(low)
             page = self._page_to_write(number)

@@ -1,16 +1,20 @@
 """Sequence bookkeeping meets tiers: blocks live before a step, sealed and dropped after."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from streamkv.attention_modes import switch_attention
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.config import Attention
 from streamkv.full_attention import FullAttention
+from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
 from streamkv.observed_queries import ObservedQueries
+from streamkv.recall_log import RecallLog
 from streamkv.recaller import Recaller
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 
 
 class StepRunner(Protocol):
@@ -55,18 +59,19 @@ class Executor:
         self.recaller = recaller
         self.full = full
 
-    def open(self, sequence: Sequence, attention: Attention) -> None:
-        """A new sequence begins."""
+    def open(self, sequence: Sequence, log: RecallLog) -> None:
+        """A new sequence begins, or one that is brought back next."""
         if self.recaller is not None:
-            self._runner.observe(sequence.seq_id, self.recaller.open(sequence))
+            self._runner.observe(sequence.seq_id, self.recaller.open(sequence, log))
         if self.full is not None:
             self.full.open(sequence)
-        self.switch(sequence, attention)
 
     def switch(
         self, sequence: Sequence, attention: Attention, recall_blocks: int | None = None
     ) -> None:
         """Have a sequence attend otherwise; see `switch_attention`."""
+        # What a step has left behind was computed in the mode before.
+        self.count_written_head(sequence)
         switch_attention(sequence, attention, recall_blocks, self.recaller, self.full)
 
     def attention(self, sequence: Sequence) -> Attention:
@@ -75,12 +80,31 @@ class Executor:
             return "full"
         return "recall" if self.recalls(sequence) else "window"
 
-    def fork(self, sequence: Sequence, forked: Sequence) -> None:
+    def resume(self, sequence: Sequence, attention: Attention) -> None:
+        """Have a sequence attend as its log says, or by `attention` if that says nothing."""
+        if self.recaller is not None:
+            self.recaller.resume(sequence, attention == "recall")
+        if attention == "full":
+            self.switch(sequence, "full")
+
+    def fork(self, sequence: Sequence, forked: Sequence, log: RecallLog) -> None:
         """A sequence with the same past begins."""
         if self.recaller is not None:
-            self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked))
+            self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked, log))
         if self.full is not None:
             self.full.fork(sequence, forked)
+
+    def keys_of(self, sequence: Sequence) -> Callable[[int, int], list[BlockKey]] | None:
+        """Names of sealed blocks by a range of block indices; `None` if none are recalled."""
+        recaller = self.recaller
+        if recaller is None:
+            return None
+        return lambda first, end: recaller.keys(sequence, first, end)
+
+    def before_checkpoint(self, sequence: Sequence) -> None:
+        """Write what a restart needs besides blocks. Raises JournalError."""
+        if self.recaller is not None:
+            self.recaller.before_checkpoint(sequence)
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name."""
@@ -100,6 +124,12 @@ class Executor:
             self.recaller.choose_now(sequence)
         if self.full is not None:
             self.full.ask_again(sequence)
+
+    def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
+        """What is to be written with the record that the stream ends at `num_tokens` again."""
+        if self.recaller is None:
+            return []
+        return self.recaller.records_after_rewind(sequence, num_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream of a sequence ends earlier now."""

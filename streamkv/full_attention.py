@@ -94,6 +94,7 @@ class FullAttention:
         if sequence in self._reached:
             self.give_back(sequence)
             self.forget(sequence)
+            sequence.attends_to_all = False
             sequence.table.recalled.set_policy("far")
             sequence.recall_boundary = None
             _name_apart(sequence)
@@ -178,6 +179,7 @@ class FullAttention:
         recalled.trained_length = self._trained_length
         recalled.set_policy("absolute")
         recalled.set(held)
+        sequence.attends_to_all = True
         self._reached[sequence] = reached
         self._since[sequence] = sequence.num_computed
         _name_apart(sequence)

@@ -60,7 +60,6 @@ class Intake:
 
     Attributes:
         vocab_size: as given.
-        is_answering: the stream ends with a generated token: who generates goes on with an answer.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Intake:
         self._closed = False
         self.lock = threading.Lock()
         self.text_chars = 0
-        self.is_answering = False
 
     @property
     def turn_stops(self) -> tuple[str, ...]:
@@ -155,10 +153,9 @@ class Intake:
     def fork_into(self, other: "Intake") -> None:
         """Have the intake of a forked sequence go on where this one stands."""
         other.restore(self.text_chars, self._encoder.tail, self._has_turns)
-        other.is_answering = self.is_answering
 
-    def rewind(self, rewound: Rewound) -> None:
-        """Write that the stream ends earlier; the text held back is given up.
+    def rewind(self, rewound: Rewound, *more: Record) -> None:
+        """Write that the stream ends earlier, and `more`; the text held back is given up.
 
         The caller holds `lock`, and rewinds the sequence next.
 
@@ -167,7 +164,7 @@ class Intake:
             EngineClosedError: the session was closed meanwhile.
         """
         self.require_open()
-        self._append(rewound)
+        self._append(rewound, *more)
 
     def require_open(self) -> None:
         """Raise `EngineClosedError` if nothing is accepted any more."""
@@ -278,7 +275,6 @@ class Intake:
             self._journal.append(*records)
         elif self._memory is not None:
             self._memory.append(*records)
-        self.is_answering = isinstance(records[-1], Generated)
 
     def _check_ids(self, ids: list[int]) -> None:
         for token_id in ids:

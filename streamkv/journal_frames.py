@@ -32,7 +32,7 @@ READ_BYTES = 1 << 20
 """Bytes read at a time when a whole journal is read."""
 
 # Length of at most MAX_PAYLOAD_BYTES, then a kind; a lookahead, because matches may overlap.
-_MAYBE_HEAD = re.compile(rb"(?=..[\x00-\x10]\x00[\x01-\x09])", re.DOTALL)
+_MAYBE_HEAD = re.compile(rb"(?=..[\x00-\x10]\x00[\x01-\x0c])", re.DOTALL)
 
 
 class Frame(NamedTuple):

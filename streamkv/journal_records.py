@@ -12,6 +12,8 @@ Payloads, little-endian; `ids` are uint32 up to the end of the payload:
     CHECKPOINT  token_index u64, digest
     CLOSED      token_index u64, partial_key
     REWOUND     token_index u64, text_chars u64, has_turns u8
+    MODE_SET    token_index u64, mode u8, policy u8, num_blocks u32, stride u32, salt
+    CHOSEN      token_index u64, made_at u64, block indices u32 ...
 
 Invariant: `decode_record(*encode_record(record)) == record`. Framing, checksums and files are not
 known here.
@@ -27,16 +29,21 @@ from typing import Any
 
 from streamkv.errors import InputError
 
-JOURNAL_VERSION = 2
-"""Version of frames and records that is written; 2 brought REWOUND."""
+JOURNAL_VERSION = 3
+"""Version of frames and records that is written; 2 brought REWOUND, 3 MODE_SET and CHOSEN."""
 
-READ_VERSIONS = (1, 2)
+READ_VERSIONS = (1, 2, 3)
 """Versions that are read; a journal of another one is refused."""
 
 _FED = struct.Struct("<II")
 _SPAN = struct.Struct("<QQ")
 _PLACE = struct.Struct("<Q")
 _REWOUND = struct.Struct("<QQ?")
+_MODE_SET = struct.Struct("<QBBII")
+
+# Their places are what is written: new ones come last.
+_MODES = ("window", "recall", "full")
+_POLICIES = ("far", "cache", "absolute")
 
 
 class RecordKind(IntEnum):
@@ -52,6 +59,8 @@ class RecordKind(IntEnum):
     CHECKPOINT = 8
     CLOSED = 9
     REWOUND = 10
+    MODE_SET = 11
+    CHOSEN = 12
 
 
 class GivenKind(IntEnum):
@@ -178,8 +187,56 @@ class Rewound:
     has_turns: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ModeSet:
+    """The tokens from `token_index` on attend by this mode.
+
+    Attributes:
+        token_index: the first of them.
+        mode: `window`, `recall` or `full`.
+        num_blocks: old blocks recalled at once, at most.
+        stride: tokens between two choices of them.
+        policy: how far away they seem: `far`, `cache` or `absolute`.
+        salt: names the blocks apart that are sealed behind `token_index`; empty for a stream that
+            never attended to anything but its window.
+    """
+
+    token_index: int
+    mode: str
+    num_blocks: int
+    stride: int
+    policy: str
+    salt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens from `token_index` on attend to these old blocks.
+
+    Attributes:
+        token_index: the first of them. What was computed of them before is void.
+        made_at: tokens that were computed when the choice was made.
+        blocks: block indices, ascending.
+    """
+
+    token_index: int
+    made_at: int
+    blocks: tuple[int, ...]
+
+
 Record = (
-    SessionHeader | Fed | Given | Generated | Flushed | Kept | Turn | Checkpoint | Closed | Rewound
+    SessionHeader
+    | Fed
+    | Given
+    | Generated
+    | Flushed
+    | Kept
+    | Turn
+    | Checkpoint
+    | Closed
+    | Rewound
+    | ModeSet
+    | Chosen
 )
 
 
@@ -210,6 +267,11 @@ def encode_record(record: Record) -> tuple[RecordKind, bytes]:
             return RecordKind.CLOSED, _PLACE.pack(token_index) + partial_key
         case Rewound(token_index, text_chars, has_turns):
             return RecordKind.REWOUND, _REWOUND.pack(token_index, text_chars, has_turns)
+        case ModeSet(token_index, mode, num_blocks, stride, policy, salt):
+            numbers = (_MODES.index(mode), _POLICIES.index(policy), num_blocks, stride)
+            return RecordKind.MODE_SET, _MODE_SET.pack(token_index, *numbers) + salt
+        case Chosen(token_index, made_at, blocks):
+            return RecordKind.CHOSEN, _SPAN.pack(token_index, made_at) + _pack_ids(blocks)
         case SessionHeader():
             fields = dataclasses.asdict(record) | {"journal_version": JOURNAL_VERSION}
             return RecordKind.HEADER, _pack_json(fields)
@@ -269,6 +331,17 @@ def _decode(kind: RecordKind, payload: bytes) -> Record:
             return Closed(_PLACE.unpack_from(payload)[0], payload[_PLACE.size :])
         case RecordKind.REWOUND:
             return Rewound(*_REWOUND.unpack(payload))
+        case RecordKind.MODE_SET:
+            return _unpack_mode(payload)
+        case RecordKind.CHOSEN:
+            token_index, made_at = _SPAN.unpack_from(payload)
+            return Chosen(token_index, made_at, _unpack_ids(payload[_SPAN.size :]))
+
+
+def _unpack_mode(payload: bytes) -> ModeSet:
+    token_index, mode, policy, num_blocks, stride = _MODE_SET.unpack_from(payload)
+    salt = payload[_MODE_SET.size :]
+    return ModeSet(token_index, _MODES[mode], num_blocks, stride, _POLICIES[policy], salt)
 
 
 def _pack_ids(ids: Sequence[int]) -> bytes:

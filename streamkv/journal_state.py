@@ -11,17 +11,20 @@ from typing import NamedTuple
 
 from streamkv.journal_records import (
     Checkpoint,
+    Chosen,
     Closed,
     Fed,
     Given,
     GivenKind,
     Kept,
+    ModeSet,
     RecordKind,
     Rewound,
     Turn,
     decode_record,
     ids_offset,
 )
+from streamkv.recall_history import RecallHistory
 
 INDEX_STRIDE = 4096
 """Tokens between two entries of the sparse index."""
@@ -103,18 +106,27 @@ class JournalState:
         last_checkpoint, last_closed: the same, unless tokens that they are about were given up.
         was_rewound: whether tokens were ever given up.
         fewest_left: fewest tokens that a rewind left; `None` if there was none.
+        rewinds: tokens that each rewind left, in their order.
+        recall: modes and choices.
+        computed_until: tokens from here on have to be computed anew, because a choice for them came
+            after the newest checkpoint; `None` if that is good.
+        in_answer: it ends with a generated token, and nothing was decided since.
         index: where tokens lie in the file.
     """
 
     __slots__ = (
+        "computed_until",
         "fewest_left",
         "has_turns",
+        "in_answer",
         "index",
         "kept",
         "last_checkpoint",
         "last_closed",
         "last_turn",
         "num_tokens",
+        "recall",
+        "rewinds",
         "tail",
         "text_chars",
         "was_rewound",
@@ -131,6 +143,10 @@ class JournalState:
         self.last_closed: Closed | None = None
         self.was_rewound = False
         self.fewest_left: int | None = None
+        self.rewinds = array("Q")
+        self.recall = RecallHistory()
+        self.computed_until: int | None = None
+        self.in_answer = False
         self.index = TokenIndex()
 
     def apply(self, kind: int, payload: bytes, offset: int) -> None:
@@ -140,6 +156,7 @@ class JournalState:
             ValueError: not a payload of that kind, or it contradicts the records before it.
         """
         if kind in _WITH_IDS:
+            self.in_answer = kind == RecordKind.GENERATED
             if kind != RecordKind.GENERATED:
                 self._apply_tail(kind, payload)
             self._count_ids(len(payload) - ids_offset(kind, payload), offset)
@@ -151,10 +168,22 @@ class JournalState:
                 self.last_turn = turn
             case Checkpoint() as checkpoint:
                 self.last_checkpoint = checkpoint
+                self.computed_until = None
             case Closed() as closed:
                 self.last_closed = closed
             case Rewound() as rewound:
                 self._apply_rewound(rewound)
+            case ModeSet() as mode:
+                self._require_reached(mode.token_index)
+                self.recall.set_mode(mode)
+                self._void(mode.token_index)
+                self.in_answer = False
+            case Chosen() as chosen:
+                self._require_reached(chosen.made_at)
+                self.recall.choose(chosen)
+                self._void(chosen.token_index)
+                if chosen.token_index < chosen.made_at:
+                    self._limit(chosen.token_index)
             case _:
                 raise ValueError("a second header")
 
@@ -165,6 +194,22 @@ class JournalState:
         if num_ids:
             self.index.note(self.num_tokens, num_ids, offset)
             self.num_tokens += num_ids
+
+    def _require_reached(self, token_index: int) -> None:
+        if token_index > self.num_tokens:
+            raise ValueError(f"decided at token {token_index} of {self.num_tokens}")
+
+    def _void(self, token_index: int) -> None:
+        """Tokens from `token_index` on are computed anew, with other blocks or other names."""
+        if self.last_closed is not None and self.last_closed.token_index > token_index:
+            self.last_closed = None
+        if self.last_checkpoint is not None and self.last_checkpoint.token_index > token_index:
+            self.last_checkpoint = None
+            self._limit(token_index)
+
+    def _limit(self, token_index: int) -> None:
+        until = self.computed_until
+        self.computed_until = token_index if until is None else min(until, token_index)
 
     def _apply_rewound(self, rewound: Rewound) -> None:
         end, text_chars = rewound.token_index, rewound.text_chars
@@ -178,7 +223,15 @@ class JournalState:
             self.last_checkpoint = None
         if self.last_closed is not None and self.last_closed.token_index > end:
             self.last_closed = None
+        lost = self.recall.rewind(end)
+        if lost is not None:
+            self._void(lost)
+            self._limit(lost)
+        if self.computed_until is not None and self.computed_until >= end:
+            self.computed_until = None
+        self.in_answer = False
         self.was_rewound = True
+        self.rewinds.append(end)
         self.fewest_left = end if self.fewest_left is None else min(end, self.fewest_left)
         self.index.cut(end)
 

@@ -22,7 +22,7 @@ from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.sharing import Sharing
-from streamkv.store import Store
+from streamkv.store import Store, delete_digests
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
@@ -94,6 +94,10 @@ class LiveStream:
         if self.checkpointer is not None:
             self.checkpointer.after_step()
 
+    def goes_on_answering(self) -> bool:
+        """Whether the stream ends with a generated token: who generates goes on with an answer."""
+        return self.past.state.in_answer
+
     def end_turn(self, params: SamplingParams, reason: FinishReason | None) -> None:
         """Journal that a generation ended, and wait until all of it is on disk."""
         shown = reason.value if reason else "abandoned"
@@ -122,11 +126,12 @@ class LiveStream:
         Raises:
             ConfigError: the engine cannot, or more blocks than it has room for.
             PoolFullError, AbsentBlockError: `full` cannot be had; nothing has changed.
+            JournalError: it could not be written; nothing has changed.
         """
         self.executor.switch(self.sequence, mode, recall_blocks)
 
     def attended(self) -> list[Attended]:
-        """Old blocks that were recalled since the last answer began."""
+        """Old blocks that were recalled since the last answer began, or since a restart in it."""
         recaller = self.executor.recaller
         if recaller is None:
             return []
@@ -163,7 +168,8 @@ class LiveStream:
             self._check_index(token_index)
             rewound = self._rewound(token_index)
             full_rewind = self._full_rewind(token_index)
-            self.intake.rewind(rewound)
+            more = self.executor.records_after_rewind(self.sequence, token_index)
+            self.intake.rewind(rewound, *more)
             if full_rewind is not None:
                 full_rewind.run()
             else:
@@ -231,6 +237,7 @@ class LiveStream:
     def _store_all(self, journal: Journal, checkpointer: Checkpointer) -> None:
         partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
         try:
+            self.executor.before_checkpoint(self.sequence)
             journal.append(Closed(self.sequence.num_computed, partial or b""))
             journal.sync()
         except JournalError as error:
@@ -250,6 +257,8 @@ class LiveStream:
                 self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
             else:
                 self.tiers.forget(self.name).wait()
+            if self.store is not None:
+                delete_digests(self.store.path, self.name)
             if self.journal is not None:
                 self.journal.delete()
 

@@ -9,6 +9,7 @@ import time
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
+from streamkv.digest_file import DigestFile, copy_digests
 from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
 from streamkv.executor import Executor
 from streamkv.forking import share_blocks
@@ -19,11 +20,12 @@ from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
 from streamkv.pool_room import PoolRoom
+from streamkv.recall_log import RecallLog
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
 from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
 from streamkv.sizing import blocks_of_session
-from streamkv.store import Store
+from streamkv.store import Store, delete_digests
 from streamkv.tiers.keys import root_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tokenizer import Tokenizer
@@ -69,7 +71,8 @@ class SessionOpener:
         Raises:
             ConfigError: a system prompt too long to keep.
             InputError: a shared prompt that is not given.
-            SessionError: created with another system prompt, another model or other sharers.
+            SessionError: created with another system prompt, another model or other sharers, or it
+                recalls more than the engine has room for.
             PoolFullError: no room for another window.
             JournalError, StoreError: its files cannot be read or written.
         """
@@ -78,6 +81,7 @@ class SessionOpener:
             resumed = journal is not None
             if journal is not None:
                 asked.check(name, journal.header)
+                self._check_recall(name, journal)
             header = journal.header if journal is not None else self._new_header(system, asked)
             self._reserve(name, header.num_sink_tokens, header.window_size)
             if journal is None and self._store is not None:
@@ -112,11 +116,16 @@ class SessionOpener:
                 name, live.created_window.num_sink_tokens, live.sequence.window.window_size
             )
             share_blocks(live.sequence, sequence, self._tiers)
-            self._executor.fork(live.sequence, sequence)
             if live.journal is not None and self._store is not None:
                 journal = live.journal.fork(self._store.journal_path(name))
+                if self._config.recall_blocks > 0:
+                    paths = self._store.digests_path(live.name), self._store.digests_path(name)
+                    copy_digests(*paths)
+            memory = live.memory.fork()
+            log = self._recall_log(name, journal, memory)
+            self._executor.fork(live.sequence, sequence, log)
             forked = self._assemble(
-                name, sequence, live.created_window, journal, live.memory.fork(), resumed=False
+                name, sequence, live.created_window, journal, memory, log, resumed=False
             )
             live.intake.fork_into(forked.intake)
         except BaseException:
@@ -124,6 +133,8 @@ class SessionOpener:
             self.release(name)
             if journal is not None:
                 journal.delete()
+            if self._store is not None:
+                delete_digests(self._store.path, name)
             raise
         if forked.checkpointer is not None:
             forked.checkpointer.write_now()
@@ -164,6 +175,36 @@ class SessionOpener:
             segments = self._tokenizer.chat.render_system(system)
             ids += self._tokenizer.encode_segments(segments, at_start=True)
         return ids
+
+    def _check_recall(self, name: str, journal: Journal) -> None:
+        """Raise unless the engine can go on with what the session has attended to."""
+        modes = list(journal.state.recall.modes(0))
+        most = self._config.recall_blocks
+        need = max((mode.num_blocks for mode in modes if mode.mode == "recall"), default=0)
+        if need > most or (most == 0 and any(mode.salt for mode in modes)):
+            raise SessionError(
+                f"session {name!r} has recalled old blocks, up to {need} at once, and the engine "
+                f"has room for {most}. Open it with an engine with recall_blocks={max(need, 1)}."
+            )
+        if any(mode.mode == "full" for mode in modes):
+            raise SessionError(
+                f"session {name!r} was in mode 'full', which this streamkv does not have. "
+                "Use the streamkv that wrote it."
+            )
+
+    def _recall_log(self, name: str, journal: Journal | None, memory: MemoryPast) -> RecallLog:
+        """Where what a session recalls is written."""
+        if journal is None or self._store is None:
+            return RecallLog(memory)
+        digests = None
+        if self._config.recall_blocks > 0:
+            path = self._store.digests_path(name)
+            recaller = self._executor.recaller
+            assert recaller is not None
+            digests = DigestFile.open(
+                path, recaller.digest_bytes, recaller.digest_identity, journal.header
+            )
+        return RecallLog(journal, digests)
 
     def _new_header(self, system: str | None, asked: Sharers) -> SessionHeader:
         config = self._config
@@ -213,10 +254,17 @@ class SessionOpener:
         root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
         self._num_opened += 1
         sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
-        self._executor.open(sequence, self._config.attention)
-        live = self._assemble(name, sequence, window, journal, MemoryPast(), resumed)
-        if journal is not None and resumed:
-            self._recover(live, journal)
+        memory = MemoryPast()
+        log = self._recall_log(name, journal, memory)
+        try:
+            self._executor.open(sequence, log)
+            live = self._assemble(name, sequence, window, journal, memory, log, resumed)
+            if journal is not None and resumed:
+                self._recover(live, journal)
+            self._executor.resume(sequence, self._config.attention)
+        except BaseException:
+            self._executor.close(sequence)
+            raise
         return live
 
     def _assemble(
@@ -226,13 +274,23 @@ class SessionOpener:
         created_window: Window,
         journal: Journal | None,
         memory: MemoryPast,
+        log: RecallLog,
         resumed: bool,
     ) -> LiveStream:
         adapter, config, tokenizer = self._adapter, self._config, self._tokenizer
         checkpointer = None
         if journal is not None and config.retain != "none":
             every = config.checkpoint_tokens
-            checkpointer = Checkpointer(name, sequence, journal, self._tiers, every)
+            checkpointer = Checkpointer(
+                name,
+                sequence,
+                journal,
+                self._tiers,
+                every,
+                before=lambda: self._executor.before_checkpoint(sequence),
+                keys_of=self._executor.keys_of(sequence),
+            )
+            log.on_void = checkpointer.void
         intake = Intake(
             sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length, memory
         )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from streamkv.errors import SessionError
 from streamkv.journal_records import (
     Checkpoint,
+    Chosen,
     Closed,
     Fed,
     Flushed,
@@ -24,9 +25,12 @@ from streamkv.journal_records import (
     Given,
     GivenKind,
     Kept,
+    ModeSet,
     Record,
     Rewound,
+    Turn,
 )
+from streamkv.recall_history import RecallHistory
 
 MAX_REMEMBERED = 1 << 20
 """Tokens up to which a session without a store remembers its ids: 4 MiB."""
@@ -56,6 +60,22 @@ class PastState(Protocol):
     @property
     def was_rewound(self) -> bool:
         """Whether tokens were ever given up."""
+
+    @property
+    def rewinds(self) -> "array[int]":
+        """Tokens that each rewind left, in their order."""
+
+    @property
+    def recall(self) -> RecallHistory:
+        """Modes and choices."""
+
+    @property
+    def computed_until(self) -> int | None:
+        """Tokens from here on have to be computed anew, whatever is stored of them."""
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the stream ends with a generated token, and nothing was decided since."""
 
 
 class Past(Protocol):
@@ -184,6 +204,10 @@ class _MemoryState:
     last_checkpoint: Checkpoint | None = None
     last_closed: Closed | None = None
     was_rewound: bool = False
+    rewinds: "array[int]" = field(default_factory=lambda: array("Q"))
+    recall: RecallHistory = field(default_factory=RecallHistory)
+    computed_until: int | None = None
+    in_answer: bool = False
 
 
 class MemoryPast:
@@ -204,6 +228,8 @@ class MemoryPast:
         for record in records:
             if self._ids is not None:
                 self.marks.apply(record)
+            if not isinstance(record, Turn | Chosen | Kept):
+                self.state.in_answer = isinstance(record, Generated)
             match record:
                 case Fed(_, _, ids) | Flushed(ids) | Generated(ids) | Given(_, ids):
                     self._add(ids)
@@ -211,6 +237,10 @@ class MemoryPast:
                     self.state.kept.append(record)
                 case Rewound():
                     self._cut(record.token_index)
+                case ModeSet():
+                    self.state.recall.set_mode(record)
+                case Chosen():
+                    self.state.recall.choose(record)
 
     def ids(self, start: int, end: int) -> Ids:
         """Ids of the tokens start <= token_index < end.
@@ -231,6 +261,9 @@ class MemoryPast:
         forked.state.num_tokens = self.state.num_tokens
         forked.state.kept = list(self.state.kept)
         forked.state.was_rewound = self.state.was_rewound
+        forked.state.rewinds = self.state.rewinds[:]
+        forked.state.recall = self.state.recall.copy()
+        forked.state.in_answer = self.state.in_answer
         forked.marks = self.marks.copy()
         forked._ids = None if self._ids is None else array("I", self._ids)
         return forked
@@ -245,6 +278,9 @@ class MemoryPast:
     def _cut(self, token_index: int) -> None:
         state = self.state
         state.num_tokens, state.was_rewound = token_index, True
+        state.rewinds.append(token_index)
+        # A rewind without a store computes what its window has lost anew, and with it all of this.
+        state.computed_until = state.recall.rewind(token_index)
         state.kept = [kept for kept in state.kept if kept.token_index < token_index]
         if self._ids is not None:
             del self._ids[token_index:]

@@ -24,15 +24,16 @@ MAX_BLOCKS_AHEAD = 1024
 def keys_ahead(stream: Stream) -> list[BlockKey]:
     """Keys of the blocks that the pending tokens will fill, the open block first.
 
-    The last pending token is left out, as it stays pending, and so is all that follows a change of
-    the window or tokens that are left out.
+    The last pending token is left out, as it stays pending, and so are those before it by whose
+    queries old blocks may be chosen, and all that follows a change of the window or tokens that are
+    left out.
     """
     if stream.recall_salt:
         # Nobody else computes what this stream does.
         return []
     size = stream.block_size
     first = stream.num_computed // size
-    end = stream.num_computed + stream.num_pending - 1
+    end = stream.num_computed + stream.num_pending - 1 - stream.look_back
     if stream.next_boundary is not None:
         end = min(end, stream.next_boundary)
     num_blocks = min(end // size - first, MAX_BLOCKS_AHEAD)

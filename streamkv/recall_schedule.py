@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 from streamkv.window import Window
 
 QUESTION_TOKENS = 64
-"""Tokens before an answer that are computed again with its choice, up to a block's more."""
+"""Tokens before an answer that are computed again with its choice, up to a block's more. A resume
+computes them anew, so that their queries are there to choose by."""
 
 
 def question_start(num_computed: int, block_size: int) -> int:
@@ -111,12 +112,25 @@ class RecallSchedule:
             self._choices.pop()
         self._choices.append(choice)
 
+    def is_due(self, token_index: int) -> bool:
+        """Whether there is a choice for `token_index` that was not taken yet."""
+        return bool(self._choices) and self._choices[0].token_index <= token_index
+
+    def next_due(self, num_computed: int) -> int | None:
+        """The first token after `num_computed` that a choice is for."""
+        later = (c.token_index for c in self._choices if c.token_index > num_computed)
+        return next(later, None)
+
     def take(self, token_index: int) -> Choice | None:
         """The newest choice that is for `token_index`, if it was not taken yet; older ones go."""
         taken: Choice | None = None
         while self._choices and self._choices[0].token_index <= token_index:
             taken = self._choices.popleft()
         return taken
+
+    def put_back(self, choice: Choice) -> None:
+        """A choice that was taken could not be used yet."""
+        self._choices.appendleft(choice)
 
     def copy(self) -> "RecallSchedule":
         """The same for a fork."""

@@ -2,28 +2,44 @@
 
     a block is sealed      its digest joins the sequence's index
     a stride has passed    the newest queries choose, for the tokens one stride later
-    an answer begins       they choose for the next token on
+    an answer begins       they choose, and what was asked is computed again with the choice
     a choice is due        blocks that are chosen no more are given back, the others restored
+    a session is resumed   modes and choices are those of its records, new ones are made behind them
 
-A block that no tier has any more is absent: counted, never an answer. One thread at a time comes
-here for a sequence: the engine's, or who holds the session while nothing of it is under way.
+What is decided is written to the session's `RecallLog` before a token is computed with it. A block
+that no tier has any more is absent: counted, never an answer. One thread at a time comes here for a
+sequence: the engine's, or who holds the session while nothing of it is under way.
 """
 
-import secrets
 import time
-from dataclasses import dataclass, field, replace
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from streamkv.device_copies import to_device
-from streamkv.digest_index import DigestIndex
+from streamkv.digest_file import DigestRow
+from streamkv.digest_index import DigestIndex, digest_dtype
+from streamkv.errors import JournalError
+from streamkv.journal_records import Chosen, ModeSet
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.live_blocks import give_back
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_schedule import Choice, Choosing, RecallSchedule, question_start
+from streamkv.recall_log import RecallLog
+from streamkv.recall_schedule import (
+    QUESTION_TOKENS,
+    Choice,
+    Choosing,
+    Known,
+    RecallSchedule,
+    question_start,
+)
+from streamkv.recall_stream import RecallStream, new_salt, policy_of, under_other_salts
 from streamkv.recalled import PositionPolicy, farthest
 from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
@@ -44,17 +60,6 @@ class RecallOptions:
     num_blocks: int
     stride: int
     policy: PositionPolicy
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """What recall knows of one sequence."""
-
-    index: DigestIndex
-    queries: ObservedQueries
-    schedule: RecallSchedule
-    is_on: bool = False
-    attended: set[int] = field(default_factory=set)
 
 
 class Recaller:
@@ -95,68 +100,154 @@ class Recaller:
         # One distance at a time is asked for, and kept on the device.
         self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
-        self._streams: dict[Sequence, _Stream] = {}
+        self._streams: dict[Sequence, RecallStream] = {}
 
-    def open(self, sequence: Sequence) -> ObservedQueries:
-        """Digest a new sequence from its first block on; returns who is to see its queries."""
+    @property
+    def digest_bytes(self) -> int:
+        """Of the digest of a block."""
+        spec = self._adapter.spec
+        return 2 * len(self._heads.kv_heads) * spec.block_size * spec.head_dim
+
+    @property
+    def digest_identity(self) -> str:
+        """Differs for digests of another kind."""
+        return f"{self._heads.kv_heads} {digest_dtype(self._adapter.spec)}"
+
+    def open(self, sequence: Sequence, log: RecallLog) -> ObservedQueries:
+        """Begin with a sequence, to be resumed next; returns who is to see its queries."""
         adapter, options = self._adapter, self.options
         shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
         queries = ObservedQueries(*shape, self._pool.device, self._pool.dtype)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
         index = DigestIndex(len(self._heads.kv_heads), adapter.spec, self._pool.device)
-        self._streams[sequence] = _Stream(index, queries, schedule)
-        sequence.goes_back = True
+        self._streams[sequence] = RecallStream(index, queries, schedule, log, self._unset())
+        sequence.look_back = QUESTION_TOKENS
+        if log.digests is not None:
+            for row in log.digests.rows(log.past.state.rewinds, sequence.block_size):
+                self._take_row(index, row)
         return queries
 
-    def fork(self, sequence: Sequence, forked: Sequence) -> ObservedQueries:
-        """Digests and choices of a sequence for another one with the same past."""
+    def _take_row(self, index: DigestIndex, row: DigestRow) -> None:
+        if row.key is None or row.digest is None:
+            index.put_missing(len(index))
+            return
+        spec = self._adapter.spec
+        bits = torch.from_numpy(row.digest.view(np.int16)).view(digest_dtype(spec))
+        shape = (len(self._heads.kv_heads), 1, spec.block_size, spec.head_dim)
+        index.put(len(index), [row.key], bits.view(shape))
+
+    def resume(self, sequence: Sequence, recalls: bool) -> None:
+        """Go on by the log, from where the sequence stands: what is in force is restored.
+
+        Args:
+            sequence: new, or brought back.
+            recalls: the mode of a session that never had one.
+
+        Raises:
+            JournalError: its first mode could not be written.
+            PoolFullError: the gpu pool has no room.
+        """
+        stream = self._streams[sequence]
+        self._go_on(sequence, stream)
+        newest, options = stream.log.history.newest, self.options
+        if newest is None:
+            if recalls:
+                self.turn(sequence, "recall", options.num_blocks)
+        elif (newest.policy, newest.stride) != (options.policy, options.stride):
+            # Opened with other options: they hold for what is accepted from now on.
+            self.turn(sequence, newest.mode, newest.num_blocks)
+
+    def fork(self, sequence: Sequence, forked: Sequence, log: RecallLog) -> ObservedQueries:
+        """Digests and choices of a sequence for another one with the same past.
+
+        Raises:
+            JournalError: what the fork goes on with could not be written to its log.
+        """
         stream = self._streams[sequence]
         copied = replace(
             stream,
             index=stream.index.copy(),
             queries=stream.queries.copy(),
             schedule=stream.schedule.copy(),
+            log=log,
+            due=deque(stream.due),
+            unwritten=list(stream.unwritten),
+            unfiled=set(stream.unfiled),
             attended=set(stream.attended),
         )
         self._streams[forked] = copied
-        if forked.recall_salt:
-            self._name_apart(forked)
-        self._place(forked, copied.is_on)
-        # What is attended now is due at once for the fork, which has none of it yet.
-        now = tuple(sequence.table.recalled)
-        if now and copied.is_on:
-            self._install(forked, copied, now)
+        copied.write()
+        log.write(*under_other_salts(log.history, forked.num_computed))
+        attended = set(copied.attended)
+        self._go_on(forked, copied)
+        copied.attended = attended
         return copied.queries
+
+    def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
+        """What is to be written with the record that the stream ends at `num_tokens` again.
+
+        What was decided before goes on under another salt, in the mode that the session is in.
+        """
+        stream = self._streams[sequence]
+        stream.write()
+        left, newest, last = stream.log.history.copy(), stream.newest, num_tokens - 1
+        lost = left.rewind(num_tokens)
+        records = under_other_salts(left, last if lost is None else min(last, lost))
+        mode = left.newest or self._unset()
+        if (newest.mode, newest.num_blocks) != (mode.mode, mode.num_blocks):
+            records.append(replace(newest, token_index=last, salt=new_salt()))
+        return records
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream ends earlier now; what was recalled may lie beyond that."""
         stream = self._streams[sequence]
-        if stream.is_on:
-            self._install(sequence, stream, ())
-        stream.attended.clear()
-        stream.index.truncate(sequence.num_computed // sequence.block_size)
+        stream.unwritten.clear()
         stream.queries.clear()
-        stream.schedule.clear(sequence.num_computed)
-        if sequence.recall_salt:
-            self._name_apart(sequence)
-        self._set_boundary(sequence, stream)
+        self._go_on(sequence, stream)
+        stream.attended.clear()
 
     def is_on(self, sequence: Sequence) -> bool:
         """Whether the sequence recalls."""
-        return sequence in self._streams and self._streams[sequence].is_on
+        return sequence in self._streams and self._streams[sequence].newest.mode == "recall"
 
-    def turn(self, sequence: Sequence, on: bool, num_blocks: int) -> None:
-        """Begin or end recalling up to `num_blocks` from the next token on."""
-        stream = self._streams[sequence]
-        stream.schedule.num_blocks = num_blocks
-        self._place(sequence, on)
-        stream.is_on = on
-        if on or sequence.recall_salt:
-            self._name_apart(sequence)
-        stream.schedule.clear()
+    def turn(
+        self, sequence: Sequence, mode: str, num_blocks: int, *, is_apart: bool = False
+    ) -> None:
+        """Attend by `mode`, to up to `num_blocks` old blocks, from the next token on.
+
+        Tokens that are accepted and not yet computed, but for the last, are still computed as
+        before, so that it does not matter how far the engine has come.
+
+        Args:
+            sequence: nothing of it is under way.
+            mode: `window` or `recall`.
+            num_blocks: for `recall`.
+            is_apart: what was computed last may differ from what others compute, whatever the mode.
+
+        Raises:
+            JournalError: it could not be written; nothing has changed.
+        """
+        stream, options = self._streams[sequence], self.options
+        at = max(sequence.num_computed, sequence.num_tokens - 1)
+        # What is computed from there on may differ from what others compute from the same tokens.
+        is_apart = is_apart or mode != "window" or bool(stream.newest.salt)
+        salt = new_salt() if is_apart else b""
+        stream.write()
+        turned = ModeSet(at, mode, num_blocks, options.stride, options.policy, salt)
+        stream.log.write(turned)
+        stream.due = deque([due for due in stream.due if due.token_index < at])
+        stream.due.append(turned)
+        self._enter_due(sequence, stream)
         self._set_boundary(sequence, stream)
-        if not on:
-            self._install(sequence, stream, ())
+
+    def stop(self, sequence: Sequence) -> None:
+        """Recall nothing any more: from now on another mode has the sequence's old blocks.
+
+        Raises:
+            JournalError: it could not be written; nothing has changed.
+        """
+        self.turn(sequence, "window", self.options.num_blocks)
+        self._install(sequence, self._streams[sequence], ())
 
     def choose_now(self, sequence: Sequence) -> None:
         """An answer begins: choose, and have what was asked computed again with the choice.
@@ -164,41 +255,61 @@ class Recaller:
         A step that was launched ahead with other blocks is told by their version.
 
         Raises:
-            PoolFullError: the gpu pool has no room.
+            JournalError: the choice could not be written; nothing has changed.
+            PoolFullError: the gpu pool has no room; the choice stays due.
         """
         stream = self._streams.get(sequence)
         if stream is None or not stream.is_on:
             return
-        stream.attended.clear()
-        token_index = question_start(sequence.num_computed, sequence.block_size)
+        num_computed = sequence.num_computed
+        token_index = question_start(num_computed, sequence.block_size)
         if not sequence.can_go_back(token_index):
-            token_index = sequence.num_computed
-        self._choose(sequence, stream, token_index)
-        choice = stream.schedule.take(token_index)
-        blocks = self._awaited(choice.choosing) if choice is not None else ()
-        if blocks and token_index < sequence.num_computed:
-            self._go_back(sequence, stream, token_index)
-        if choice is not None:
-            self._install(sequence, stream, blocks)
-
-    def _go_back(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
-        """Compute the tokens from `token_index` on again."""
-        give_back(self._tiers, sequence.go_back(token_index))
-        stream.index.truncate(token_index // sequence.block_size)
-        # The same tokens after the same tokens: only the salt tells what attended to what.
-        self._name_apart(sequence)
+            token_index = num_computed
+        # Blocks of the question itself are about to be others.
+        choosing = self._chosen(sequence, stream, num_computed, token_index // sequence.block_size)
+        if choosing is None:
+            return
+        blocks = self._awaited(choosing)
+        if not blocks:
+            token_index = num_computed
+        records: list[ModeSet | Chosen] = [Chosen(token_index, num_computed, blocks)]
+        if token_index < num_computed:
+            # The same tokens after the same tokens: only the salt tells what attended to what.
+            stream.mode = replace(stream.mode, token_index=token_index, salt=new_salt())
+            records.insert(0, stream.mode)
+        stream.write()
+        stream.log.write(*records)
+        stream.attended.clear()
+        stream.last_made_at = num_computed
+        if token_index < num_computed:
+            give_back(self._tiers, sequence.go_back(token_index))
+            stream.truncate(token_index // sequence.block_size)
+            stream.num_digested = token_index // sequence.block_size
+            sequence.recall_salt = stream.mode.salt
+        stream.schedule.put(Choice(token_index, Known(blocks)))
+        self.before_step(sequence, token_index)
         self._set_boundary(sequence, stream)
 
     def before_step(self, sequence: Sequence, start: int) -> None:
         """Bring back what the tokens from `start` on attend to.
 
         Raises:
-            PoolFullError: the gpu pool has no room.
+            JournalError: the choice could not be written; it stays due.
+            PoolFullError: the gpu pool has no room; the choice stays due.
         """
         stream = self._streams.get(sequence)
-        choice = stream.schedule.take(start) if stream is not None else None
-        if stream is not None and choice is not None:
-            self._install(sequence, stream, self._awaited(choice.choosing))
+        if stream is None or sequence.attends_to_all or not stream.schedule.is_due(start):
+            return
+        for _, _, choosing in stream.unwritten:
+            self._awaited(choosing)
+        stream.write()
+        choice = stream.schedule.take(start)
+        assert choice is not None
+        try:
+            self._install(sequence, stream, choice.choosing.blocks())
+        except BaseException:
+            stream.schedule.put_back(choice)
+            raise
 
     def after_step(self, sequence: Sequence) -> None:
         """Digest what was sealed and choose if a stride has passed; nothing has expired yet."""
@@ -206,9 +317,28 @@ class Recaller:
         if stream is None:
             return
         self._digest(sequence, stream)
-        if stream.is_on and sequence.num_computed == sequence.recall_boundary:
-            self._choose(sequence, stream, sequence.num_computed + stream.schedule.stride)
+        self._enter_due(sequence, stream)
+        num_computed = sequence.num_computed
+        if stream.chooses_at(num_computed) and not sequence.attends_to_all:
+            self._choose(sequence, stream, num_computed + stream.schedule.stride)
         self._set_boundary(sequence, stream)
+
+    def before_checkpoint(self, sequence: Sequence) -> None:
+        """Write what a restart behind this point relies on.
+
+        Raises:
+            JournalError: it could not be written.
+        """
+        stream = self._streams.get(sequence)
+        if stream is not None:
+            stream.write()
+            stream.file_digests()
+
+    def keys(self, sequence: Sequence, first_block: int, end_block: int) -> list[BlockKey]:
+        """Names of the sealed blocks of a range that can be recalled."""
+        index = self._streams[sequence].index
+        found = (index.key(at) for at in range(first_block, min(end_block, len(index))))
+        return [key for key in found if key is not None]
 
     def attended(self, sequence: Sequence) -> list[int]:
         """Block indices that were attended since the last answer began, ascending."""
@@ -218,71 +348,134 @@ class Recaller:
     def give_back(self, sequence: Sequence) -> None:
         """Give back what is recalled now; the next choice brings blocks again."""
         stream = self._streams.get(sequence)
-        if stream is not None:
+        if stream is not None and not sequence.attends_to_all:
             self._install(sequence, stream, ())
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
-        self._streams.pop(sequence, None)
+        stream = self._streams.pop(sequence, None)
+        if stream is not None and stream.log.digests is not None:
+            stream.log.digests.close()
 
-    def _place(self, sequence: Sequence, on: bool) -> None:
-        """Put recalled blocks and sink tokens where the policy has them."""
-        recalled = sequence.table.recalled
-        recalled.trained_length = self._adapter.trained_length
-        recalled.set_policy(self.options.policy if on else "far")
+    def _unset(self) -> ModeSet:
+        """The mode of a sequence that never had one."""
+        options = self.options
+        return ModeSet(0, "window", options.num_blocks, options.stride, options.policy, b"")
 
-    def _name_apart(self, sequence: Sequence) -> None:
-        """What is computed from now on may differ from what others compute from the same tokens."""
-        sequence.recall_salt = secrets.token_bytes(16)
+    def _go_on(self, sequence: Sequence, stream: RecallStream) -> None:
+        """Take modes and choices from the log, from where the sequence stands."""
+        history, num_computed = stream.log.history, sequence.num_computed
+        # Rows of blocks that the stream has, or will have once its tokens are computed anew.
+        stream.truncate(sequence.num_tokens // sequence.block_size)
+        stream.num_digested = num_computed // sequence.block_size
+        self._digest(sequence, stream)
+        stream.last_made_at = history.last_made_at
+        stream.due = deque(history.modes(num_computed + 1))
+        self._enter(sequence, stream, history.mode_at(num_computed) or self._unset())
+        in_force = history.choice_at(num_computed)
+        if in_force is not None and not sequence.attends_to_all:
+            self._install(sequence, stream, in_force.blocks)
+            stream.schedule.take(num_computed)
+        self._set_boundary(sequence, stream)
 
-    def _set_boundary(self, sequence: Sequence, stream: _Stream) -> None:
-        boundary = stream.schedule.next_boundary(sequence.num_computed)
-        sequence.recall_boundary = boundary if stream.is_on else None
+    def _enter_due(self, sequence: Sequence, stream: RecallStream) -> None:
+        while stream.due and stream.due[0].token_index <= sequence.num_computed:
+            self._enter(sequence, stream, stream.due.popleft())
 
-    def _digest(self, sequence: Sequence, stream: _Stream) -> None:
-        """Digests of what was sealed in a step, as few launches as there can be."""
-        num_sealed = sequence.num_computed // sequence.block_size
-        keys: list[BlockKey] = []
-        block_ids: list[int] = []
-        for block_index in range(len(stream.index), num_sealed):
-            is_live = block_index in sequence.table
-            block = sequence.table[block_index] if is_live else None
-            if block is not None and block.key is not None:
-                keys.append(block.key)
-                block_ids.append(block.block_id)
+    def _enter(self, sequence: Sequence, stream: RecallStream, mode: ModeSet) -> None:
+        """A mode begins: with nothing recalled, and the choices that are known for it."""
+        stream.mode = mode
+        if not sequence.attends_to_all:
+            self._install(sequence, stream, ())
+            recalled = sequence.table.recalled
+            recalled.trained_length = self._adapter.trained_length
+            recalled.set_policy(policy_of(mode) if stream.is_on else "far")
+            sequence.recall_salt = mode.salt
+        # What a step may have left there was computed in the mode before.
+        sequence.head_is_written = False
+        schedule = stream.schedule
+        schedule.stride, schedule.num_blocks = mode.stride, mode.num_blocks
+        schedule.clear()
+        end = stream.due[0].token_index if stream.due else None
+        for chosen in stream.log.history.choices(mode.token_index, end):
+            schedule.put(Choice(chosen.token_index, Known(chosen.blocks)))
+
+    def _set_boundary(self, sequence: Sequence, stream: RecallStream) -> None:
+        if not sequence.attends_to_all:
+            sequence.recall_boundary = stream.next_boundary(sequence.num_computed)
+
+    def _digest(self, sequence: Sequence, stream: RecallStream) -> None:
+        """Digest blocks that were sealed, and those of the window that have no digest yet.
+
+        As few launches as there can be: one for each run of blocks.
+        """
+        index, num_sealed = stream.index, sequence.num_computed // sequence.block_size
+        run: list[tuple[int, BlockKey]] = []
+        for at in range(min(stream.num_digested, len(index)), num_sealed):
+            key = sequence.table[at].key if at in sequence.table else None
+            # One that is computed anew, or was left out, has the digest that it had.
+            if at < len(index) and key in (None, index.key(at)):
                 continue
-            self._extend(stream, keys, block_ids)
-            keys, block_ids = [], []
-            stream.index.append_missing()
-        self._extend(stream, keys, block_ids)
+            if key is None:
+                self._digest_run(sequence, stream, run)
+                run = []
+                index.put_missing(at)
+                stream.unfiled.add(at)
+                continue
+            if run and run[-1][0] != at - 1:
+                self._digest_run(sequence, stream, run)
+                run = []
+            run.append((at, key))
+        self._digest_run(sequence, stream, run)
+        stream.num_digested = num_sealed
 
-    def _extend(self, stream: _Stream, keys: list[BlockKey], block_ids: list[int]) -> None:
-        if keys:
-            places = to_device(torch.tensor(block_ids), self._pool.device)
-            stream.index.extend(keys, block_digests(self._pool, places, self._kv_heads))
+    def _digest_run(
+        self, sequence: Sequence, stream: RecallStream, run: list[tuple[int, BlockKey]]
+    ) -> None:
+        if not run:
+            return
+        blocks = [sequence.table[at].block_id for at, _ in run]
+        places = to_device(torch.tensor(blocks), self._pool.device)
+        digests = block_digests(self._pool, places, self._kv_heads)
+        stream.index.put(run[0][0], [key for _, key in run], digests)
+        stream.unfiled.update(at for at, _ in run)
 
-    def _choose(self, sequence: Sequence, stream: _Stream, token_index: int) -> None:
+    def _choose(self, sequence: Sequence, stream: RecallStream, token_index: int) -> None:
+        choosing = self._chosen(sequence, stream, token_index, len(stream.index))
+        if choosing is None:
+            return
+        stream.schedule.put(Choice(token_index, choosing))
+        stream.last_made_at = sequence.num_computed
+        stream.unwritten.append((token_index, sequence.num_computed, choosing))
+        if all(each.is_known() for _, _, each in stream.unwritten):
+            # Without room on the disk it is written later, at the latest before it is used.
+            with suppress(JournalError):
+                stream.write()
+
+    def _chosen(
+        self, sequence: Sequence, stream: RecallStream, token_index: int, num_blocks: int
+    ) -> Choosing | None:
+        """What the newest queries choose for `token_index` and later, of the first `num_blocks`."""
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
-            return
+            return None
         chosen_by = torch.stack([queries[head.layer, :, head.q_head] for head in self._heads.heads])
         schedule, window, size = stream.schedule, sequence.window, sequence.block_size
-        policy, first_block = self.options.policy, 0
+        policy, first_block = policy_of(stream.mode), 0
         if policy == "absolute":
             first_block = schedule.first_within(token_index, self._adapter.trained_length)
             # True distances differ by block; all are scored as just beyond the window.
             policy = "far"
         distance = farthest(policy, window.window_size, schedule.num_blocks, size)
-        choosing = stream.index.choose(
+        return stream.index.choose(
             chosen_by,
             first_block,
-            schedule.candidates(window, token_index, len(stream.index)),
+            schedule.candidates(window, token_index, num_blocks),
             schedule.num_blocks,
             self._heads.rows,
             self._angles_of(distance),
             self._scales,
         )
-        schedule.put(Choice(token_index, choosing))
 
     def _angles_of(self, distance: int) -> tuple[Tensor, Tensor]:
         """cos and sin of a distance, on the device."""
@@ -302,7 +495,7 @@ class Recaller:
         self.waited_s += time.monotonic() - begin
         return blocks
 
-    def _install(self, sequence: Sequence, stream: _Stream, blocks: tuple[int, ...]) -> None:
+    def _install(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
         recalled = sequence.table.recalled
         wanted = set(blocks)
         kept = {index: recalled[index] for index in recalled if index in wanted}
@@ -319,10 +512,13 @@ class Recaller:
                     recalled.set(kept)
         stream.attended.update(kept)
 
-    def _restored(self, sequence: Sequence, stream: _Stream, block_index: int) -> int | None:
+    def _restored(self, sequence: Sequence, stream: RecallStream, block_index: int) -> int | None:
         """The block in the gpu pool, with one more owner; `None` if it is absent."""
-        key = stream.index.key(block_index)
-        assert key is not None
+        key = stream.index.key(block_index) if block_index < len(stream.index) else None
+        if key is None:
+            # Chosen before a restart that has lost its digest.
+            self.num_absent += 1
+            return None
         if block_index in sequence.table and sequence.table[block_index].key == key:
             block_id = sequence.table[block_index].block_id
             self._tiers.share(block_id)

@@ -12,6 +12,10 @@ before the end.
 A stream that was rewound behind its newest checkpoint has none. The names of its window's blocks
 are then made anew by hashing its tokens, and the tiers asked for these. A rewind of an open session
 does the same, and takes from its own window what stays in it.
+
+A stream that can recall goes back a little further (`Sequence.look_back`), so that the queries by
+which old blocks are chosen are seen again, and never beyond a choice that came after what is stored
+(`computed_until`). Modes and choices are its `Recaller`'s business.
 """
 
 import logging
@@ -58,7 +62,7 @@ def chain_keys(
             start = first + offset
             # A block is named by the window in force when its last token was computed.
             window = [window for since, window in windows if since < start + size][-1]
-            policy = policy_in_force(window, start, size)
+            policy = policy_in_force(window, start, size) + past.state.recall.salt_of(start + size)
             sealed = child_key(key, ids[offset : offset + size], policy)
             yield sealed
             key = sequence.salting.after(start // size, sealed)
@@ -78,7 +82,8 @@ class Recovery:
         gate: chooses between reading the window and computing it anew.
 
     Attributes:
-        declined: token index of the checkpoint that is sooner computed than read; 0 if none is.
+        declined: token index of the checkpoint behind which tokens are computed anew although it is
+            good; 0 if none are.
     """
 
     def __init__(
@@ -111,12 +116,16 @@ class Recovery:
         self._restore_recent_ids()
         window_blocks = self._newest_checkpoint()
         if window_blocks is None:
-            if not self._past.state.was_rewound or not self._restore_known(self._window_at_end()):
+            state = self._past.state
+            is_named = state.was_rewound or state.computed_until is not None
+            if not is_named or not self._restore_known(self._window_at_end()):
                 self._replay()
             return None
         if not self._is_worth_reading(window_blocks):
             self.declined = window_blocks.token_index
-        elif self._restore_window(window_blocks):
+        elif self._restore_window(self._looking_back(window_blocks)):
+            if self._sequence.num_computed < window_blocks.token_index:
+                self.declined = window_blocks.token_index
             self._restore_open_block()
             return window_blocks
         else:
@@ -137,7 +146,7 @@ class Recovery:
         """
         sequence, size = self._sequence, self._sequence.block_size
         sequence.give_up_shared(self._past.state.num_tokens)
-        newest = self._past.state.num_tokens - 1
+        newest = self._newest()
         num_kept = min(newest, sequence.num_computed) if sequence.is_exact else newest
         stored = self._live_window(num_kept) if sequence.is_exact else None
         self._restore_recent_ids()
@@ -169,6 +178,23 @@ class Recovery:
         chain_key = self._parent_after(stored.token_index, newest)
         return WindowBlocks(stored.token_index, chain_key, stored.blocks)
 
+    def _newest(self) -> int:
+        """The last token that may be taken as computed."""
+        state = self._past.state
+        newest = max(0, state.num_tokens - 1 - self._sequence.look_back)
+        return newest if state.computed_until is None else min(newest, state.computed_until)
+
+    def _looking_back(self, stored: WindowBlocks) -> WindowBlocks:
+        """The window at an earlier block boundary, so that the last queries are seen again."""
+        size = self._sequence.block_size
+        end = self._newest() // size * size
+        keys = dict(stored.blocks)
+        if end >= stored.token_index or any(index not in keys for index in self._needed(end)):
+            return stored
+        newest = keys[end // size - 1] if end else self._sequence.root_key
+        blocks = tuple((index, key) for index, key in stored.blocks if index * size < end)
+        return WindowBlocks(end, self._parent_after(end, newest), blocks)
+
     def _is_worth_reading(self, stored: WindowBlocks) -> bool:
         """Whether the window is sooner read than computed anew, wherever its blocks are now."""
         num_bytes: Counter[Place] = Counter()
@@ -181,7 +207,7 @@ class Recovery:
 
     def _window_at_end(self) -> WindowBlocks:
         """What a resume at the last block boundary needs, by names made anew."""
-        size, newest = self._sequence.block_size, self._past.state.num_tokens - 1
+        size, newest = self._sequence.block_size, self._newest()
         end, key, blocks = newest - newest % size, self._sequence.root_key, []
         needed = set(self._needed(end))
         keys = chain_keys(self._sequence, self._past, self._windows, end)
@@ -304,7 +330,7 @@ class Recovery:
         block_id = self._tiers.allocate()
         if self._tiers.restore(BlockKey(closed.partial_key), block_id):
             sequence.table.add(start // size, block_id)
-            sequence.restore_open(closed.token_index)
+            sequence.restore_open(min(closed.token_index, max(start, self._newest())))
         else:
             self._tiers.free(block_id)
 
@@ -354,4 +380,4 @@ def open_block_key(name: str, sequence: Sequence) -> BlockKey:
     """Key of the record of the sequence's open block as it is now."""
     start = sequence.num_computed - sequence.num_computed % sequence.block_size
     policy = policy_in_force(sequence.window, start, sequence.block_size)
-    return partial_key(name, sequence.chain_key, sequence.open_ids, policy)
+    return partial_key(name, sequence.chain_key, sequence.open_ids, policy + sequence.recall_salt)

@@ -56,11 +56,13 @@ class Sequence:
         recent_ids: the newest ids, as many as the window has.
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
-        goes_back: blocks stay live that `go_back` needs when a question is computed again.
         recall_boundary: the next token index at which other old blocks may be attended.
         recall_salt: names blocks apart that may have been computed under recall, or in `full`.
         keys: notes the key of every block, if the engine may need them again.
+        look_back: tokens before the end, and up to a block's more, that may be computed again: what
+            they see stays live.
         root_key: root of the chain of block keys.
+        attends_to_all: every block of the stream is recalled, and none is chosen.
         salting: where the salt enters it.
     """
 
@@ -81,10 +83,11 @@ class Sequence:
         self.recent_ids: deque[int] = deque(maxlen=window.window_size)
         self.head_is_written = False
         self.exact_from = 0
-        self.goes_back = False
         self.recall_boundary: int | None = None
         self.recall_salt = b""
+        self.attends_to_all = False
         self.keys: BlockKeys | None = None
+        self.look_back = 0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -210,7 +213,7 @@ class Sequence:
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""
         resume_at = self.num_computed - self.num_computed % self.block_size
-        if self.goes_back:
+        if self.look_back:
             resume_at = question_start(self.num_computed, self.block_size)
         expired = self.table.take_expired(self.window, resume_at)
         return [(block.block_id, block.key) for block in expired]
@@ -290,9 +293,9 @@ class Sequence:
         copied._jump = self._jump
         copied._chain_key = self._chain_key
         copied._open_ids = list(self._open_ids)
-        copied.goes_back = self.goes_back
         copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
         copied.keys = self.keys.copy() if self.keys is not None else None
+        copied.look_back = self.look_back
         return copied
 
     def restore_open(self, num_computed: int) -> None:

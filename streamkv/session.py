@@ -76,7 +76,7 @@ class Session:
         return self._live.executor.attention(self._live.sequence)
 
     def set_mode(self, mode: Attention, recall_blocks: int | None = None) -> None:
-        """Attend by `mode` from the next token on; if this raises, as before.
+        """Attend by `mode` from the next token on, also after a restart; if this raises, as before.
 
         Args:
             mode: `window`, `recall`, or `full`: every block of the stream, for checking and for
@@ -89,12 +89,17 @@ class Session:
             PoolFullError: `full`, and the gpu pool has no room for the whole stream.
             AbsentBlockError: `full`, and a block of the stream cannot be had. The session goes on
                 in the mode that it was in.
+            JournalError: it could not be journaled; nothing has changed.
         """
         require_choice("mode", mode, ATTENTIONS)
         self._alone(lambda: self._live.set_mode(mode, recall_blocks), "set_mode")
 
     def attended(self) -> list[Attended]:
-        """Old blocks that were recalled since the last answer began, in the order of the stream."""
+        """Old blocks that were recalled since the last answer began, in the order of the stream.
+
+        After a restart it tells what has been recalled since: what an answer attended to before is
+        not remembered.
+        """
         return self._live.attended()
 
     def feed(self, items: Items) -> Outputs[Progress]:
@@ -339,7 +344,7 @@ class Session:
             self._live.end_turn(params, generation.finish_reason)
 
         try:
-            if self.mode != "window" and not intake.is_answering:
+            if self.mode != "window" and not self._live.goes_on_answering():
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence))

@@ -5,7 +5,8 @@
 
 Invariant: a copy that returned is a session that an engine resumes as it would have resumed the
 original had it been killed at that moment; a copy that raised, or was killed, left no session. The
-source is only read: no lock of its writer is taken. It knows neither engines nor models.
+source is only read: no lock of its writer is taken. Old blocks and their digests stay behind: what
+the original recalled is absent in the copy. It knows neither engines nor models.
 """
 
 import os

@@ -2,11 +2,13 @@
 
     STORE/blocks/            the ssd tier (LMDB), owner-only
     STORE/sessions/*.journal one journal per session
+    STORE/sessions/*.digests beside it, if the session can recall: digests of its blocks
 
 One store belongs to one model with its weights; the ssd tier's own header says which.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # a store is listed and cleaned without torch
     from streamkv.model import ModelAdapter
 
 SUFFIX = ".journal"
+DIGESTS_SUFFIX = ".digests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class Store:
         """Where the journal of a session lies, or would."""
         return journal_path(self.path, name)
 
+    def digests_path(self, name: str) -> Path:
+        """Where the digests of a session lie, or would."""
+        return digests_path(self.path, name)
+
     def session_names(self) -> list[str]:
         """Names of all sessions that have a journal, sorted."""
         return session_names(self.path)
@@ -85,6 +92,17 @@ def blocks_path(store: Path) -> Path:
 def journal_path(store: Path, name: str) -> Path:
     """Where the journal of a session lies, or would."""
     return store / "sessions" / (name + SUFFIX)
+
+
+def digests_path(store: Path, name: str) -> Path:
+    """Where the digests of a session lie, or would."""
+    return store / "sessions" / (name + DIGESTS_SUFFIX)
+
+
+def delete_digests(store: Path, name: str) -> None:
+    """Delete the digests of a session, if it has any. A file that stays belongs to no session."""
+    with suppress(OSError):
+        digests_path(store, name).unlink(missing_ok=True)
 
 
 def session_names(store: Path) -> list[str]:

@@ -8,7 +8,18 @@ records, which are read as they are asked for.
 from array import array
 from collections.abc import Container, Iterable
 
-from streamkv.journal_records import Fed, Flushed, Generated, Given, Kept, Record, Rewound
+from streamkv.journal_records import (
+    Chosen,
+    Fed,
+    Flushed,
+    Generated,
+    Given,
+    Kept,
+    ModeSet,
+    Record,
+    Rewound,
+)
+from streamkv.recall_history import RecallHistory
 from streamkv.sequence import policy_in_force
 from streamkv.tiers.keys import Salting, child_key
 from streamkv.tiers.spec import BlockKey
@@ -50,6 +61,7 @@ class StreamKeys:
         self._ids = array("I")
         self._chain = [root]
         self._windows = [(0, created)]
+        self._recall = RecallHistory()
 
     def read(self, records: Iterable[Record]) -> None:
         """Take in all records of the session, from the first on."""
@@ -68,7 +80,16 @@ class StreamKeys:
         match record:
             case Fed(_, _, ids) | Given(_, ids) | Generated(ids) | Flushed(ids):
                 self._ids.extend(ids)
+            case ModeSet():
+                self._recall.set_mode(record)
+                # Blocks that end behind it have other names from now on, or had never been named.
+                del self._chain[record.token_index // self._size + 1 :]
+            case Chosen():
+                self._recall.choose(record)
+                if record.token_index < record.made_at:
+                    del self._chain[record.token_index // self._size + 1 :]
             case Rewound(token_index):
+                self._recall.rewind(token_index)
                 num_blocks = token_index // self._size
                 del self._ids[token_index:], self._chain[num_blocks + 1 :]
                 self._salting = self._salting.cut(num_blocks)
@@ -85,7 +106,7 @@ class StreamKeys:
             start = self._size * index
             end = start + self._size
             window = [window for since, window in self._windows if since < end][-1]
-            policy = policy_in_force(window, start, self._size)
+            policy = policy_in_force(window, start, self._size) + self._recall.salt_of(end)
             parent = self._salting.after(index - 1, self._chain[-1])
             key = child_key(parent, self._ids[start:end], policy)
             self._chain.append(key)

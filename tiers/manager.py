@@ -235,6 +235,16 @@ class TierManager:
         """
         return self._submit_checkpoint(None, [(key, block_id)])
 
+    def write_down(self, keys: Iterable[BlockKey]) -> CheckpointTicket:
+        """Store sealed blocks that have left the gpu pool, without touching any manifest.
+
+        The ticket is done once they are on ssd and synced; it counts those that were given up.
+
+        Raises:
+            StoreError, EngineClosedError: the worker stopped or was closed.
+        """
+        return self._submit_checkpoint(None, [(key, None) for key in keys])
+
     def forget(
         self,
         session: str,

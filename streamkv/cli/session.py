@@ -38,7 +38,7 @@ from streamkv.errors import ConfigError, InputError, ModelError
 from streamkv.journal import delete_journal
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.names import validate_session_name
-from streamkv.store import journal_path, session_names
+from streamkv.store import delete_digests, journal_path, session_names
 
 NameArgument = Annotated[str, typer.Argument(help="The session.")]
 
@@ -102,6 +102,7 @@ def show(
             ("created", _date(view.created_s)),
             ("changed", _date(view.changed_s)),
             ("journal", f"{view.journal}, {format_size(view.journal_bytes)}"),
+            ("digests", format_size(view.digest_bytes)),
         ]
     )
     output.json({"store": str(path), **_as_json(view)})
@@ -247,6 +248,7 @@ def _delete_unreadable(store: Path, name: str) -> None:
     """Delete a session of which no engine can tell the blocks; what is not locked ages out."""
     with open_writer(store) as tier:
         tier.delete_session(name)
+        delete_digests(store, name)
         delete_journal(journal_path(store, name))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from streamkv.errors import JournalError, StoreFormatError
 from streamkv.journal import Journal
 from streamkv.journal_file import lock_owner
-from streamkv.store import journal_path, session_names
+from streamkv.store import digests_path, journal_path, session_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class SessionView:
         name: its name.
         journal: the file.
         journal_bytes: size of the file.
+        digest_bytes: size of the digests beside it; 0 without.
         changed_s: when it was last written, seconds since 1970 (UTC).
         owner: process that has it open, where the system tells; `None` if it sleeps.
         problem: why the journal cannot be read; empty if it can. Then the rest is zero.
@@ -46,6 +47,7 @@ class SessionView:
     checkpoint_token_index: int = 0
     created_s: float = 0.0
     torn_bytes: int = 0
+    digest_bytes: int = 0
 
 
 def view_sessions(store: Path) -> Iterator[SessionView]:
@@ -87,7 +89,15 @@ def view_session(store: Path, name: str) -> SessionView:
             checkpoint_token_index=stored.token_index if stored is not None else 0,
             created_s=header.created_s,
             torn_bytes=journal.torn_bytes,
+            digest_bytes=_size(digests_path(store, name)),
         )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def file_owner(path: Path) -> int | None:

@@ -171,3 +171,13 @@ def test_a_file_of_several_copies_is_written_again_whole(file: AppendFile) -> No
         file.sync()
     file.sync()
     assert file.path.read_bytes() == content
+
+
+def test_a_file_that_was_deleted_is_not_called_durable(file: AppendFile) -> None:
+    file.append(b"one")
+    file.sync()
+    file.path.unlink()
+    file.append(b"two")
+    for _ in range(2):
+        with pytest.raises(JournalError, match="was deleted while it was open"):
+            file.sync()

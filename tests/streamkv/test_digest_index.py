@@ -29,15 +29,16 @@ def index_of(num_blocks: int, without: frozenset[int] = frozenset()) -> DigestIn
     made = DigestIndex(2, SPEC, "cpu")
     for block in range(num_blocks):
         if block in without:
-            made.append_missing()
+            made.put_missing(block)
         else:
-            made.extend([key(block)], digest(block)[:, None])
+            made.put(block, [key(block)], digest(block)[:, None])
     return made
 
 
 def extended(made: DigestIndex, blocks: range, seed: int = 0) -> DigestIndex:
     """With these blocks besides, all sealed in one step."""
-    made.extend([key(i) for i in blocks], torch.stack([digest(seed + i) for i in blocks], 1))
+    digests = torch.stack([digest(seed + i) for i in blocks], 1)
+    made.put(blocks.start, [key(i) for i in blocks], digests)
     return made
 
 
@@ -92,7 +93,7 @@ def test_a_block_that_cannot_be_found_again_is_never_chosen() -> None:
 def test_a_tie_goes_to_the_earlier_block() -> None:
     index = DigestIndex(2, SPEC, "cpu")
     for block in range(6):
-        index.extend([key(block)], digest(0)[:, None])
+        index.put(block, [key(block)], digest(0)[:, None])
     assert choose(index, 6, 2) == (0, 1)
 
 
@@ -137,3 +138,16 @@ def test_digests_take_two_bytes_an_element_of_the_room_there_is() -> None:
     assert index_of(64).num_bytes == 64 * one
     assert index_of(65).num_bytes == (64 + 128) * one
     assert [page_rows(number) for number in range(6)] == [64, 128, 256, 512, 1024, 1024]
+
+
+def test_a_block_that_is_sealed_once_more_has_its_new_digest() -> None:
+    index, other = index_of(200), index_of(200)
+    extended(index, range(60, 70), seed=1000)
+    assert choose(index, 200, 9) != choose(other, 200, 9)
+    assert not torch.equal(index.digest(64), other.digest(64))
+    extended(index, range(60, 70))
+    assert len(index) == 200 and choose(index, 200, 9) == choose(other, 200, 9)
+    for block in range(200):
+        assert torch.equal(index.digest(block), digest(block).half())
+    index.put_missing(30)
+    assert len(index) == 200 and index.key(30) is None and index.key(31) == key(31)

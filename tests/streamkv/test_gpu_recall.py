@@ -33,6 +33,8 @@ from streamkv.digest_index import DigestIndex
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
 from streamkv.observed_queries import NUM_OBSERVED
+from streamkv.past import MemoryPast
+from streamkv.recall_log import RecallLog
 from streamkv.recall_schedule import Choice, Known
 from streamkv.recaller import Recaller, RecallOptions
 from streamkv.retrieval_heads import Head, RetrievalHeads
@@ -279,7 +281,7 @@ def test_digesting_and_choosing_wait_for_nothing() -> None:
     def extend() -> None:
         first = len(index)
         keys = [BlockKey((2 * (first + i)).to_bytes(16, "big")) for i in range(8)]
-        index.extend(keys, block_digests(pool, block_ids, kv_heads))
+        index.put(first, keys, block_digests(pool, block_ids, kv_heads))
 
     def choose() -> Any:
         return index.choose(
@@ -289,7 +291,7 @@ def test_digesting_and_choosing_wait_for_nothing() -> None:
     # What is loaded, pinned and allocated for the first time may be waited for.
     for _ in range(3):
         extend()
-    index.append_missing()
+    index.put_missing(len(index))
     choose().blocks()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -346,10 +348,10 @@ def replace_what_a_slow_step_reads(
     heads = RetrievalHeads((Head(0, 0), Head(3, 1)), group=1)
     recaller = Recaller(adapter, made.pool.data, made.manager, heads, recalled)
     sequence = Sequence(1, Window(3 * STRIDE), 64, ROOT)
-    recaller.open(sequence)
-    recaller.turn(sequence, True, 1)
+    recaller.open(sequence, RecallLog(MemoryPast()))
+    recaller.resume(sequence, True)
     stream = recaller._streams[sequence]
-    stream.index.extend([key_of(0), key_of(1)], torch.zeros(2, 2, 64, 64, device="cuda"))
+    stream.index.put(0, [key_of(0), key_of(1)], torch.zeros(2, 2, 64, 64, device="cuda"))
     other = made.manager.allocate()
     stream.schedule.put(Choice(0, Known((0,))))
     recaller.before_step(sequence, 0)

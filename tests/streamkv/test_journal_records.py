@@ -3,6 +3,7 @@ import pytest
 from streamkv.errors import InputError
 from streamkv.journal_records import (
     Checkpoint,
+    Chosen,
     Closed,
     Fed,
     Flushed,
@@ -10,6 +11,7 @@ from streamkv.journal_records import (
     Given,
     GivenKind,
     Kept,
+    ModeSet,
     Record,
     RecordKind,
     Rewound,
@@ -57,6 +59,22 @@ HEADER = SessionHeader(
             RecordKind.REWOUND,
             b"\x05" + bytes(7) + b"\x02\x01" + bytes(6) + b"\x01",
         ),
+        (
+            ModeSet(3, "recall", 16, 256, "absolute", b"salt"),
+            RecordKind.MODE_SET,
+            b"\x03" + bytes(7) + b"\x01\x02" + b"\x10\0\0\0" + b"\0\x01\0\0" + b"salt",
+        ),
+        (
+            ModeSet(0, "full", 0, 64, "far", b""),
+            RecordKind.MODE_SET,
+            bytes(8) + b"\x02\0" + bytes(4) + b"\x40\0\0\0",
+        ),
+        (
+            Chosen(512, 500, (1, 7)),
+            RecordKind.CHOSEN,
+            b"\0\x02" + bytes(6) + b"\xf4\x01" + bytes(6) + b"\x01\0\0\0\x07\0\0\0",
+        ),
+        (Chosen(0, 0, ()), RecordKind.CHOSEN, bytes(16)),
     ],
     ids=str,
 )
@@ -70,17 +88,17 @@ def test_a_record_has_literal_bytes_and_comes_back(
 def test_the_header_comes_back_with_its_version() -> None:
     kind, payload = encode_record(HEADER)
     assert kind == RecordKind.HEADER
-    assert decode_header(payload) == (2, HEADER)
+    assert decode_header(payload) == (3, HEADER)
     assert decode_record(kind, payload) == HEADER
 
 
 def test_the_header_of_another_version_is_not_read() -> None:
-    assert decode_header(b'{"journal_version": 3, "anything": []}') == (3, None)
+    assert decode_header(b'{"journal_version": 4, "anything": []}') == (4, None)
 
 
 def test_the_header_of_an_older_version_is_read() -> None:
     _, payload = encode_record(HEADER)
-    assert decode_header(payload.replace(b'"journal_version":2', b'"journal_version":1')) == (
+    assert decode_header(payload.replace(b'"journal_version":3', b'"journal_version":1')) == (
         1,
         HEADER,
     )
@@ -112,6 +130,11 @@ def test_what_is_not_a_token_id_is_refused(ids: tuple[int, ...]) -> None:
         (RecordKind.TURN, b"{"),
         (RecordKind.CHECKPOINT, b"\x01"),
         (RecordKind.CLOSED, b""),
+        (RecordKind.MODE_SET, bytes(17)),
+        (RecordKind.MODE_SET, bytes(8) + b"\x03" + bytes(9)),
+        (RecordKind.MODE_SET, bytes(9) + b"\x03" + bytes(8)),
+        (RecordKind.CHOSEN, bytes(15)),
+        (RecordKind.CHOSEN, bytes(18)),
         (RecordKind.HEADER, b"{}"),
     ],
 )

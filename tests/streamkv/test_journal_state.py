@@ -2,6 +2,7 @@ import pytest
 
 from streamkv.journal_records import (
     Checkpoint,
+    Chosen,
     Closed,
     Fed,
     Flushed,
@@ -9,6 +10,7 @@ from streamkv.journal_records import (
     Given,
     GivenKind,
     Kept,
+    ModeSet,
     Record,
     RecordKind,
     Rewound,
@@ -156,3 +158,61 @@ def test_a_rewind_to_where_the_stream_never_was_is_damage(record: Rewound) -> No
     state.apply(*encode_record(Given(GivenKind.CALLER, (1,) * 10)), 0)
     with pytest.raises(ValueError, match="rewound to token"):
         state.apply(*encode_record(record), 1)
+
+
+def ids(count: int) -> Given:
+    return Given(GivenKind.CALLER, tuple(range(count)))
+
+
+def test_modes_and_choices_are_remembered() -> None:
+    mode = ModeSet(0, "recall", 3, 64, "far", b"s" * 16)
+    state = state_after(mode, ids(200), Chosen(128, 64, (0,)), Chosen(192, 128, (0, 1)))
+    assert state.recall.newest == mode
+    assert state.recall.choice_at(191) == Chosen(128, 64, (0,))
+    assert state.recall.choice_at(192) == Chosen(192, 128, (0, 1))
+
+
+def test_a_choice_for_tokens_to_come_leaves_the_checkpoint_as_it_is() -> None:
+    state = state_after(ids(200), Checkpoint(128, b"x"), Closed(130, b"k"), Chosen(199, 199, ()))
+    assert state.last_checkpoint == Checkpoint(128, b"x") and state.last_closed is not None
+    assert state.computed_until is None
+
+
+def test_a_choice_for_tokens_already_computed_voids_what_lies_beyond() -> None:
+    for kept, expected in ((128, Checkpoint(128, b"x")), (192, None)):
+        records = ids(200), Checkpoint(kept, b"x"), Closed(190, b"k"), Chosen(150, 199, (0,))
+        state = state_after(*records)
+        assert (state.last_checkpoint, state.last_closed) == (expected, None)
+        assert state.computed_until == 150
+    state = state_after(*records, Chosen(160, 199, (1,)), Chosen(140, 199, (2,)))
+    assert state.computed_until == 140
+    state = state_after(*records, Checkpoint(192, b"y"))
+    assert (state.last_checkpoint, state.computed_until) == (Checkpoint(192, b"y"), None)
+
+
+def test_a_rewind_forgets_what_later_tokens_chose() -> None:
+    """What it left was computed with that, and has to be computed anew."""
+    records = ids(300), Chosen(128, 64, (0,)), Chosen(240, 280, (1,)), Checkpoint(240, b"x")
+    state = state_after(*records, Rewound(280, 0, False))
+    assert list(state.recall.choices(0)) == [Chosen(128, 64, (0,))]
+    assert (state.last_checkpoint, state.computed_until) == (Checkpoint(240, b"x"), 240)
+    state = state_after(*records, Rewound(281, 0, False))
+    assert state.recall.choice_at(280) == Chosen(240, 280, (1,))
+    assert state.computed_until is None
+    assert list(state.rewinds) == [281]
+
+
+def test_what_was_decided_beyond_the_stream_is_damage() -> None:
+    with pytest.raises(ValueError, match="decided at token 201 of 200"):
+        state_after(ids(200), Chosen(10, 201, ()))
+    with pytest.raises(ValueError, match="decided at token 201 of 200"):
+        state_after(ids(200), ModeSet(201, "window", 0, 64, "far", b""))
+
+
+def test_an_answer_is_open_from_its_first_token_until_something_else_happens() -> None:
+    begun = ids(3), Generated((1,))
+    assert state_after(*begun).in_answer
+    assert state_after(*begun, Checkpoint(0, b""), Chosen(70, 4, ())).in_answer
+    mode = ModeSet(4, "window", 0, 64, "far", b"")
+    for record in (Turn({}), ids(1), Fed("a", 1, ()), Rewound(2, 0, False), mode):
+        assert not state_after(*begun, record).in_answer

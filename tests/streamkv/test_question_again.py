@@ -64,7 +64,7 @@ def test_the_question_attends_to_what_it_chose(
         # All old blocks are recalled, so that which queries choose makes no difference.
         engine._executor.choose_blocks(told._live.sequence)
         told.feed([ids[start + 1 :]]).run()
-        told._live.intake.is_answering = True
+        told._live.memory.state.in_answer = True
         expected = answer(told)
 
         plain = engine.session("plain")

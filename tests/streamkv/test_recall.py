@@ -182,7 +182,8 @@ def test_a_rewind_leaves_nothing_recalled_of_what_it_gave_up(tiny_model_dir: Pat
         recalled = session._live.sequence.table.recalled
         assert max(recalled) * 64 >= 200
         session.rewind(200)
-        assert session.attended() == [] and len(recalled) == 0
+        assert session.attended() == []
+        assert all((index + 1) * 64 <= 200 for index in recalled), "what the tokens before it chose"
         assert session.mode == "recall"
         fresh = engine.session("fresh")
         fresh.feed([some_ids(200)]).run()
@@ -256,8 +257,7 @@ def test_a_mode_that_is_none_is_refused(engine: Engine, tiny_model_dir: Path) ->
         ({"position_policy": "near"}, "position_policy='near'"),
         ({"retain": "window"}, "nothing is kept"),
         ({"cpu_bytes": 0}, "nothing is kept"),
-        ({"store": "somewhere"}, "store=None"),
-        ({"attention": "full", "device": "cuda", "recall_blocks": 0}, "attention=.full."),
+        ({"attention": "full", "store": "somewhere"}, "attention=.full."),
     ],
 )
 def test_options_that_cannot_be_are_refused(changed: dict[str, Any], message: str) -> None:

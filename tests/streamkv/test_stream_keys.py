@@ -2,7 +2,7 @@
 
 import pytest
 
-from streamkv.journal_records import Given, GivenKind, Kept, Record, Rewound
+from streamkv.journal_records import Chosen, Given, GivenKind, Kept, ModeSet, Record, Rewound
 from streamkv.sequence import Sequence
 from streamkv.stream_keys import StreamKeys
 from streamkv.tiers.keys import Salting
@@ -25,11 +25,16 @@ def keys_of(*records: Record) -> set[BlockKey]:
     return found.own
 
 
-def sealed(ids: list[int], kept: tuple[int, int] | None = None) -> set[BlockKey]:
-    """Keys by which a sequence seals these tokens."""
+def sealed(
+    ids: list[int],
+    kept: tuple[int, int] | None = None,
+    salts: tuple[tuple[int, bytes], ...] = (),
+) -> set[BlockKey]:
+    """Keys by which a sequence seals these tokens, with salts from some tokens on."""
     sequence = Sequence(1, WINDOW, SIZE, ROOT)
     found = set()
     for token_index, token_id in enumerate(ids):
+        sequence.recall_salt = dict(salts).get(token_index, sequence.recall_salt)
         if kept is not None and kept[0] == token_index:
             sequence.change_window(token_index, WINDOW.with_sinks(*kept))
         sequence.append([token_id])
@@ -54,6 +59,31 @@ def test_what_a_rewind_gave_up_is_among_them() -> None:
         given(*ids), given(*[5] * 8), Kept(20, 8), Rewound(20, 0, False), given(*[5] * 8)
     )
     assert kept == sealed([*ids, *[5] * 8], (20, 28)) | sealed([*ids, *[5] * 8])
+
+
+def mode(token_index: int, salt: bytes) -> ModeSet:
+    return ModeSet(token_index, "recall", 1, 64, "far", salt)
+
+
+@pytest.mark.parametrize("since", [0, 1, 3, 4, 7, 8, 14])
+def test_a_mode_names_the_blocks_that_end_behind_its_token(since: int) -> None:
+    ids, salt = list(range(20)), b"s" * 16
+    found = keys_of(given(*ids[:14]), mode(since, salt), given(*ids[14:]))
+    assert found >= sealed(ids, salts=((since, salt),))
+    assert found <= sealed(ids, salts=((since, salt),)) | sealed(ids[:14])
+    assert len(sealed(ids, salts=((since, salt),)) & sealed(ids)) == since // SIZE
+
+
+def test_a_choice_takes_its_mode_back_to_its_first_token() -> None:
+    ids, salt = list(range(20)), b"s" * 16
+    found = keys_of(given(*ids[:14]), mode(13, salt), Chosen(7, 13, ()), given(*ids[14:]))
+    assert found >= sealed(ids, salts=((7, salt),))
+
+
+def test_a_rewind_takes_the_salt_back() -> None:
+    ids, salt = list(range(20)), b"s" * 16
+    records = given(*ids[:14]), mode(13, salt), given(*ids[14:]), Rewound(10, 0, False)
+    assert keys_of(*records, given(*ids[10:])) >= sealed(ids) | sealed(ids, salts=((13, salt),))
 
 
 @pytest.mark.parametrize("num_left", [1, 4, 6, 8, 9, 20])
