@@ -103,9 +103,17 @@ def make_recaller(
     config: EngineConfig,
     on_progress: OnProgress | None = None,
 ) -> Recaller | None:
-    """What brings old blocks back, if the options ask for it."""
+    """What brings old blocks back, if the options ask for it.
+
+    Raises:
+        ConfigError: layers of the model have a window of their own.
+    """
     if config.recall_blocks == 0:
         return None
+    if problem := full_problem(adapter.sliding_windows):
+        # Recalled blocks are for all layers, and such a layer has never seen anything old.
+        remedy = "Use recall_blocks=0, or a model whose layers see everything."
+        raise ConfigError("recall_blocks", config.recall_blocks, problem, remedy)
     heads = find_retrieval_heads(adapter, tokenizer, on_progress)
     options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
     return Recaller(adapter, pool.data, tiers, heads, options)

@@ -55,10 +55,7 @@ def find_retrieval_heads(
 def measure_heads(
     adapter: ModelAdapter, tokenizer: Tokenizer, num_heads: int = NUM_HEADS
 ) -> list[Head]:
-    """The heads that look most at facts, by layer, then head; on a tie the earlier one.
-
-    Layers with a sliding window of their own never see old blocks: theirs come last.
-    """
+    """The heads that look most at facts, by layer, then head; on a tie the earlier one."""
     distance = min(DISTANCE, max(adapter.trained_length - BLOCK_SIZE, 0))
     weights = head_weights(adapter, list(fact_texts(tokenizer)), distance)
     order = weights.flatten().sort(descending=True, stable=True).indices[:num_heads]
@@ -89,9 +86,7 @@ def head_weights(adapter: ModelAdapter, texts: Sequence[FactText], distance: int
     turn = rope.rows(torch.tensor([distance], device=device))
     group = adapter.num_q_heads // adapter.spec.num_kv_heads
     total = torch.zeros(adapter.spec.num_layers, adapter.num_q_heads, device=device)
-    for layer, window in enumerate(adapter.sliding_windows):
-        if window is not None:
-            continue
+    for layer in range(adapter.spec.num_layers):
         keys = torch.cat([each.keys[layer][each.far] for each in seen]).float()
         keys = rotate(keys, cos, sin).repeat_interleave(group, 1).transpose(0, 1)
         for index, each in enumerate(seen):

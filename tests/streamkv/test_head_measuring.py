@@ -125,13 +125,6 @@ def test_heads_are_measured_once_per_model(
     assert len(told) == 6
 
 
-def test_layers_that_never_see_old_blocks_do_not_choose(
-    adapter: ModelAdapter, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter, "sliding_windows", (None, 64))
-    assert {head.layer for head in measure_heads(adapter, tokenizer)} == {0}
-
-
 def test_heads_share_the_keys_that_they_read() -> None:
     heads = RetrievalHeads((Head(2, 1), Head(7, 0), Head(7, 2), Head(7, 3)), group=2)
     assert heads.layers == (2, 7)

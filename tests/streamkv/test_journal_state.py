@@ -212,7 +212,7 @@ def test_what_was_decided_beyond_the_stream_is_damage() -> None:
 def test_an_answer_is_open_from_its_first_token_until_something_else_happens() -> None:
     begun = ids(3), Generated((1,))
     assert state_after(*begun).in_answer
-    assert state_after(*begun, Checkpoint(0, b""), Chosen(70, 4, ())).in_answer
+    assert state_after(*begun, Checkpoint(0, b""), Chosen(70, 4, ()), Turn({})).in_answer
     mode = ModeSet(4, "window", 0, 64, "far", b"")
-    for record in (Turn({}), ids(1), Fed("a", 1, ()), Rewound(2, 0, False), mode):
+    for record in (ids(1), Fed("a", 1, ()), Rewound(2, 0, False), mode):
         assert not state_after(*begun, record).in_answer
