@@ -173,9 +173,9 @@ class Sequence:
         """
         self.head_is_written = False
         sealed = []
-        for _ in range(query_len):
-            self._open_ids.append(self.pending.popleft())
-            self.num_computed += 1
+        end = self.num_computed + query_len
+        while self.num_computed < end:
+            self._take_pending(end)
             if len(self._open_ids) == self.block_size:
                 block = self._seal()
                 if block is not None:
@@ -183,6 +183,14 @@ class Sequence:
         self._apply_window_change()
         self._apply_jump()
         return sealed
+
+    def _take_pending(self, end: int) -> None:
+        """Move pending ids to the open block until it is full or `end` is reached."""
+        room = self.block_size - len(self._open_ids)
+        taken = min(room, end - self.num_computed)
+        popleft = self.pending.popleft
+        self._open_ids += [popleft() for _ in range(taken)]
+        self.num_computed += taken
 
     def _apply_jump(self) -> None:
         if self._jump is not None and self.num_computed == self._jump.source:
@@ -297,8 +305,7 @@ class Sequence:
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""
-        while self.num_computed < num_computed:
-            self._open_ids.append(self.pending.popleft())
-            self.num_computed += 1
-        assert len(self._open_ids) < self.block_size
+        if self.num_computed < num_computed:
+            self._take_pending(num_computed)
+        assert self.num_computed >= num_computed and len(self._open_ids) < self.block_size
         self._apply_window_change()
