@@ -11,6 +11,7 @@ anew. Memory is bounded: ids of the window, ids of the open block, live blocks.
 
 from collections import deque
 from collections.abc import Sequence as Ids
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,6 +25,13 @@ from streamkv.window import Window
 
 def policy_in_force(window: Window, first_token: int, num_tokens: int) -> bytes:
     """Canonical bytes of how these tokens attend; part of their block's key."""
+    # From there on nothing of it changes, and a stream has many blocks.
+    settled = window.last_sink_index + window.window_size
+    return _policy_bytes(window, min(first_token, settled), num_tokens)
+
+
+@lru_cache(maxsize=256)
+def _policy_bytes(window: Window, first_token: int, num_tokens: int) -> bytes:
     policy = AttentionPolicy("window", window.window_size, window.sink_ranges, "cache")
     return policy.in_force(first_token, num_tokens)
 
