@@ -4,7 +4,8 @@
 
 DIR holds texts (*.md, *.txt, *.srt), read in the order of their names and again from the start when
 they end. First `retain="none"`: time of each 100,000 tokens, device memory after each, perplexity.
-Then `retain="all"` with a pinned cpu pool of 16 GiB and 20 GiB of ssd, with `wait` and `drop`.
+The same without tiers token by token, by `score`, for what its objects cost. Then `retain="all"`
+with a pinned cpu pool of 16 GiB and 20 GiB of ssd, with `wait` and `drop`.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import MODEL, arguments, finish, require, say
 from report import Report, median
@@ -24,6 +26,8 @@ from streamkv import Engine, EngineConfig
 from streamkv.tokenizer import Tokenizer
 
 WINDOW_SIZE, NUM_SINKS, CHUNK = 2048, 4, 8192
+ITEM = 16 * CHUNK
+"""Tokens handed over at once: while a chunk of them is looked at, the next one is computed."""
 PART = 100_000
 """Tokens between two looks at clock and memory."""
 
@@ -53,30 +57,53 @@ def text_ids(data: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def endless(ids: list[int], num_tokens: int) -> Iterator[list[int]]:
-    """The ids again and again, in chunks."""
+    """The ids again and again, in items."""
     stream = itertools.islice(itertools.cycle(ids), num_tokens)
-    while piece := list(itertools.islice(stream, CHUNK)):
+    while piece := list(itertools.islice(stream, ITEM)):
         yield piece
 
 
 def stream(engine: Engine, ids: list[int], num_tokens: int) -> tuple[list[float], list[int], float]:
     """Seconds of each part, bytes of device memory after it, and the mean log-probability."""
-    seconds: list[float] = []
-    memory: list[int] = []
-    total, count = 0.0, 0
+    ends, times, memory = [0], [time.perf_counter()], list[int]()
+    total, said = 0.0, 0
     with engine.session("stream") as session:
+        for chunk in session.score_chunks(endless(ids, num_tokens)):
+            total += float(np.nansum(chunk.logprobs, dtype=np.float64))
+            ends.append(ends[-1] + len(chunk.token_ids))
+            times.append(time.perf_counter())
+            while (len(memory) + 1) * PART <= ends[-1]:
+                memory.append(torch.cuda.memory_allocated())
+            if ends[-1] // (10 * PART) > said:
+                said = ends[-1] // (10 * PART)
+                rate = 10 * PART / sum(part_seconds(ends, times)[-10:])
+                say(f"  {ends[-1]:,} tokens, {rate:,.0f} tokens/s")
+    require(ends[-1] == num_tokens, f"{ends[-1]} of {num_tokens} tokens were scored")
+    return part_seconds(ends, times), memory, total / max(1, num_tokens - 1)
+
+
+def part_seconds(ends: list[int], times: list[float]) -> list[float]:
+    """Seconds of each whole part: chunks do not end where parts do, so between their ends.
+
+    Args:
+        ends: tokens scored when each chunk was handed out, 0 first.
+        times: when that was, in seconds.
+    """
+    marks = np.arange(ends[-1] // PART + 1) * PART
+    return np.diff(np.interp(marks, ends, times)).tolist()
+
+
+def rate_by_token(engine: Engine, ids: list[int], num_tokens: int) -> float:
+    """Tokens per second of `score`, which hands out an object for each token."""
+    seconds: list[float] = []
+    with engine.session("by token") as session:
         began = time.perf_counter()
-        for score in session.score(endless(ids, num_tokens)):
-            total += score.logprob or 0.0
-            count += 1
+        for count, _ in enumerate(session.score(endless(ids, num_tokens)), 1):
             if count % PART == 0:
                 now = time.perf_counter()
                 seconds.append(now - began)
-                memory.append(torch.cuda.memory_allocated())
                 began = now
-                if count % (10 * PART) == 0:
-                    say(f"  {count:,} tokens, {10 * PART / sum(seconds[-10:]):,.0f} tokens/s")
-    return seconds, memory, total / max(1, count - 1)
+    return PART / median(seconds)
 
 
 def measure_endless(report: Report, data: Path, num_tokens: int) -> None:
@@ -85,6 +112,7 @@ def measure_endless(report: Report, data: Path, num_tokens: int) -> None:
         ids = text_ids(data, engine.tokenizer)
         say(f"  {len(ids):,} tokens of text")
         seconds, memory, mean = stream(engine, ids, num_tokens)
+        by_token = rate_by_token(engine, ids, min(num_tokens, 10 * PART))
     # The first part compiles kernels and makes buffers. Texts differ in what their characters cost,
     # so that the same parts of the texts are compared: in the first round and in the last.
     round_parts = max(2, round(len(ids) / PART))
@@ -96,12 +124,14 @@ def measure_endless(report: Report, data: Path, num_tokens: int) -> None:
     sums = sum(last for _, last in pairs) / sum(first for first, _ in pairs)
     report.add("tokens", num_tokens, "tokens", better="higher")
     report.add("tokens_per_s", PART / median(seconds[1:]), "tokens/s", better="higher")
+    report.add("score_tokens_per_s", by_token, "tokens/s", better="higher")
     report.add("end_over_start", ratio, "x", bound=1.03, seconds=[round(s, 4) for s in seconds])
     report.add("end_over_start_of_sums", sums, "x")
     growth = memory[-1] - memory[1]
     report.add("memory_growth", growth, "bytes of device memory", bound=0)
     report.add("memory", memory[-1], "bytes of device memory")
     report.add("perplexity", math.exp(-mean), "")
+    say(f"  {PART / median(seconds[1:]):,.0f} tokens/s by chunks, {by_token:,.0f} by tokens")
     say(f"  end over start {ratio:.4f} ({sums:.4f} of sums), memory grew by {growth} bytes")
 
 

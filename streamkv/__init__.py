@@ -11,12 +11,21 @@ if TYPE_CHECKING:
     from streamkv.config import EngineConfig
     from streamkv.engine import Engine
     from streamkv.errors import StreamKVError
-    from streamkv.outputs import Delta, FinishReason, Progress, Score, SessionStats, TokenLogprob
+    from streamkv.outputs import (
+        ChunkScores,
+        Delta,
+        FinishReason,
+        Progress,
+        Score,
+        SessionStats,
+        TokenLogprob,
+    )
     from streamkv.sampling_params import SamplingParams
     from streamkv.session import Session
     from streamkv.ws_server.client import connect
 
 __all__ = [
+    "ChunkScores",
     "Delta",
     "Engine",
     "EngineConfig",
@@ -34,6 +43,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ChunkScores": "outputs",
     "Delta": "outputs",
     "Engine": "engine",
     "EngineConfig": "config",

@@ -3,6 +3,7 @@
 What a session does is written once, as a generator that yields
 
     Compute, Call    an operation of the engine's thread; its result is sent back
+    Future           what an operation handed back before its end; its result is sent back
     NEED_ITEM        the next item of the user's iterable, or END
     anything else    an output for the user
 
@@ -181,6 +182,8 @@ class Outputs(_Run[T], Iterator[T]):
             try:
                 if isinstance(output, Compute | Call):
                     answer = self._wait(self._loop.submit(output))
+                elif isinstance(output, Future):
+                    answer = self._wait(output)
                 elif output is NEED_ITEM:
                     answer = next(self._items, END)
                 else:
@@ -249,6 +252,8 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
             try:
                 if isinstance(output, Compute | Call):
                     answer = await self._await(self._loop.submit(output))
+                elif isinstance(output, Future):
+                    answer = await self._await(output)
                 elif output is NEED_ITEM:
                     answer = await self._next_item()
                 elif output is END:

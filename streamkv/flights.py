@@ -44,6 +44,11 @@ class Job:
     future: "Future[Any]"
     scores: list[Tensor] = field(default_factory=list)
 
+    def launched(self) -> None:
+        """Its last step is under way: from now on the result goes to a future of its own."""
+        waiting, self.future = self.future, Future()
+        waiting.set_result(self.future)
+
 
 class LaunchExecutor(Protocol):
     """What launches steps."""
@@ -252,6 +257,8 @@ class Flights:
         if row.is_last and row.step.wanted is Wanted.NOTHING:
             # There is nothing to wait for: what follows is carried out after it anyway.
             self._deliver(job, StepResult(), True)
+        elif row.is_last and job.operation.resolves_at_launch and not job.future.done():
+            job.launched()
 
     def _postprocess(self, row: _Row, job: Job) -> None:
         self._executor.postprocess(Batch((row.step,)))

@@ -23,6 +23,9 @@ class Compute:
             chose.
         after_step: called on the engine's thread after each step, blocks already sealed.
         params: with LOGITS: how the device may choose the token itself.
+        resolves_at_launch: with SCORES: the future's result is another future, of the scores; it is
+            there as soon as the last step was launched and its tokens count as computed, so that
+            more of the same sequence can be asked for.
     """
 
     sequence: Sequence
@@ -31,6 +34,7 @@ class Compute:
     on_logits: Callable[[Tensor], object] | None = None
     after_step: Callable[[], None] | None = None
     params: SamplingParams | None = None
+    resolves_at_launch: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

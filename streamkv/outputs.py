@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from streamkv.tiers.usage import TierUsage
 
 
@@ -86,6 +89,22 @@ class Score:
     text: str
     token_index: int
     logprob: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkScores:
+    """How expected the tokens of a prefill chunk were, as arrays of the same length.
+
+    Attributes:
+        token_index: index of the first of them in the session's stream; the others follow it.
+        token_ids: int64 [n], the tokens.
+        logprobs: float32 [n], natural logarithm of each one's probability given all before it; NaN
+            for the first token of a stream.
+    """
+
+    token_index: int
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
 
 
 class Attended(NamedTuple):

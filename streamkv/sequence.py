@@ -11,6 +11,7 @@ anew. Memory is bounded: ids of the window, ids of the open block, live blocks.
 
 from collections import deque
 from collections.abc import Sequence as Ids
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,6 +25,13 @@ from streamkv.window import Window
 
 def policy_in_force(window: Window, first_token: int, num_tokens: int) -> bytes:
     """Canonical bytes of how these tokens attend; part of their block's key."""
+    # From there on nothing of it changes, and a stream has many blocks.
+    settled = window.last_sink_index + window.window_size
+    return _policy_bytes(window, min(first_token, settled), num_tokens)
+
+
+@lru_cache(maxsize=256)
+def _policy_bytes(window: Window, first_token: int, num_tokens: int) -> bytes:
     policy = AttentionPolicy("window", window.window_size, window.sink_ranges, "cache")
     return policy.in_force(first_token, num_tokens)
 
@@ -176,9 +184,9 @@ class Sequence:
         """
         self.head_is_written = False
         sealed = []
-        for _ in range(query_len):
-            self._open_ids.append(self.pending.popleft())
-            self.num_computed += 1
+        end = self.num_computed + query_len
+        while self.num_computed < end:
+            self._take_pending(end)
             if len(self._open_ids) == self.block_size:
                 block = self._seal()
                 if block is not None:
@@ -186,6 +194,14 @@ class Sequence:
         self._apply_window_change()
         self._apply_jump()
         return sealed
+
+    def _take_pending(self, end: int) -> None:
+        """Move pending ids to the open block until it is full or `end` is reached."""
+        room = self.block_size - len(self._open_ids)
+        taken = min(room, end - self.num_computed)
+        popleft = self.pending.popleft
+        self._open_ids += [popleft() for _ in range(taken)]
+        self.num_computed += taken
 
     def _apply_jump(self) -> None:
         if self._jump is not None and self.num_computed == self._jump.source:
@@ -300,8 +316,7 @@ class Sequence:
 
     def restore_open(self, num_computed: int) -> None:
         """Count the pending ids up to `num_computed` as computed: their open block was restored."""
-        while self.num_computed < num_computed:
-            self._open_ids.append(self.pending.popleft())
-            self.num_computed += 1
-        assert len(self._open_ids) < self.block_size
+        if self.num_computed < num_computed:
+            self._take_pending(num_computed)
+        assert self.num_computed >= num_computed and len(self._open_ids) < self.block_size
         self._apply_window_change()

@@ -19,8 +19,9 @@ from streamkv.errors import EngineClosedError, InputError, SessionError
 from streamkv.generation import Generation
 from streamkv.intake import pieces
 from streamkv.live import LiveStream
-from streamkv.outputs import Attended, Delta, Progress, Score, SessionStats
+from streamkv.outputs import Attended, ChunkScores, Delta, Progress, Score, SessionStats
 from streamkv.sampling import SamplingParams, resolve_seed, sample
+from streamkv.scoring import ChunkScoring
 from streamkv.step_loop import Call, Compute, StepLoop
 
 Items = str | list[int] | Iterable[str | list[int]]
@@ -136,6 +137,23 @@ class Session:
     def ascore(self, items: AsyncItems) -> AsyncOutputs[Score]:
         """`score` for an event loop; takes async iterables too."""
         return self._async_outputs(self._score(), "ascore", items)
+
+    def score_chunks(self, items: Items) -> Outputs[ChunkScores]:
+        """`score` for long streams: arrays for each prefill chunk instead of an object a token.
+
+        A chunk is scored once all of it and the token after it have come in; the items of one call
+        are one text. While the scores of one chunk are looked at, the next is computed already, if
+        its item was handed over: whoever stops early leaves up to one more chunk in the stream, and
+        all that was accepted with it.
+
+        Raises:
+            InputError, JournalError: as `feed`.
+        """
+        return self._outputs(self._score_chunks(), "score_chunks", _as_items(items))
+
+    def ascore_chunks(self, items: AsyncItems) -> AsyncOutputs[ChunkScores]:
+        """`score_chunks` for an event loop; takes async iterables too."""
+        return self._async_outputs(self._score_chunks(), "ascore_chunks", items)
 
     def generate(self, params: SamplingParams | None = None) -> Outputs[Delta]:
         """Go on with the stream, one token for each `next()`.
@@ -298,11 +316,20 @@ class Session:
                     yield self._first_score(decoder)
                 yield from self._score_pending(decoder)
         if not accepted:
-            raise InputError("items", "", "nothing to score", "Pass at least one character.")
+            raise _nothing_to_score()
         self._live.intake.flush()
         if first_is_new:
             yield self._first_score(decoder)
         yield from self._score_pending(decoder)
+
+    def _score_chunks(self) -> Steps:
+        scoring = ChunkScoring(self._live, is_new=self._live.sequence.num_tokens == 0)
+        yield from self._compute_all()
+        while (item := (yield NEED_ITEM)) is not END:
+            yield from scoring.read(item)
+        if not scoring.has_accepted:
+            raise _nothing_to_score()
+        yield from scoring.finish()
 
     def _first_score(self, decoder: IncrementalDecoder) -> Score:
         """The first token of a stream has nothing before it."""
@@ -470,6 +497,10 @@ class Session:
                 self._live.sleep()
         finally:
             self._on_close(self)
+
+
+def _nothing_to_score() -> InputError:
+    return InputError("items", "", "nothing to score", "Pass at least one character.")
 
 
 def _as_items(items: Any) -> Iterable[Any]:

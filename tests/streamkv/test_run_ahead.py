@@ -26,7 +26,7 @@ from streamkv import Engine, EngineConfig, SamplingParams
 from streamkv.batch import Batch
 from streamkv.errors import EngineClosedError, JournalError, SessionError
 from streamkv.model import ModelAdapter
-from streamkv.outputs import Score
+from streamkv.outputs import ChunkScores, Score
 from streamkv.session import Session
 from streamkv.tiers.gpu_pool import GpuPool
 
@@ -40,6 +40,15 @@ PARAMS = [
     SamplingParams(temperature=0.0, logprobs=2, ignore_eos=True),
     SamplingParams(temperature=0.5, seed=9, repetition_penalty=1.1, ignore_eos=True),
 ]
+
+
+def scores_of(chunk: ChunkScores) -> list[Score]:
+    """The same, token by token, without their texts."""
+    pairs = zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), strict=True)
+    return [
+        Score(token_id, "", index, logprob)
+        for index, (token_id, logprob) in enumerate(pairs, chunk.token_index)
+    ]
 
 
 @dataclass
@@ -71,6 +80,7 @@ class Rig:
 
     def settle(self) -> None:
         """Check what must hold once all sessions are closed."""
+        self.engine._tiers.flush()
         assert self.engine.usage()["gpu"].num_blocks == 0
         self.engine._tiers.check_integrity()
 
@@ -149,7 +159,11 @@ class User:
         scores, first = list[Score](), len(self.oracle.ids)
         expected = list(enumerate(ids, first))
         try:
-            scores.extend(self.session.score([ids]))
+            if self.rng.random() < 0.5:
+                scores.extend(self.session.score([ids]))
+            else:
+                for chunk in self.session.score_chunks([ids]):
+                    scores.extend(scores_of(chunk))
         except MemoryError:
             expected = expected[: len(scores)]
         if self.session.num_tokens > first:
@@ -188,7 +202,7 @@ class User:
             case 0:
                 self.feed(self.ids(1, 200))
             case 1:
-                self.score(self.ids(1, 70))
+                self.score(self.ids(1, 150))
             case 2 if self.session.stats().num_sink_tokens < 60:
                 self.keep(self.rng.choice(["the key ", "a ", "under the mat and the dog"]))
             case 3:

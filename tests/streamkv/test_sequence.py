@@ -1,10 +1,12 @@
 """What a stream has accepted, computed and live, against lists that are kept beside it."""
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamkv.sequence import Jump, Sequence, policy_in_force
-from streamkv.tiers.keys import child_key
+from streamkv.tiers.keys import AttentionPolicy, child_key
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import Window
 
@@ -100,6 +102,20 @@ def test_window_changes_take_force_one_after_the_other() -> None:
         (third, None),
     ]
     assert sequence.final_window == third
+
+
+def test_a_policy_is_the_same_bytes_wherever_they_are_remembered_from() -> None:
+    rng = random.Random(3)
+    for _ in range(3000):
+        sinks, at = [], 0
+        for _ in range(rng.randrange(4)):
+            start = at + rng.randrange(90)
+            at = start + rng.randrange(1, 90)
+            sinks.append((start, at))
+        window = Window(rng.randrange(1, 200), tuple(sinks))
+        policy = AttentionPolicy("window", window.window_size, window.sink_ranges, "cache")
+        first, size = rng.randrange(900), rng.choice([1, 16, 64])
+        assert policy_in_force(window, first, size) == policy.in_force(first, size)
 
 
 def test_a_change_at_the_next_token_is_in_force_at_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import Device
+from fake_model import Oracle
 from small_tiers import SmallTiers, small_tiers
 
 from streamkv.batch import Batch, Landed, StepResult, Wanted
@@ -122,6 +123,18 @@ def test_each_operation_gets_what_it_wanted(loop: StepLoop, executor: NotingExec
         (2, [24, 25], Wanted.LOGITS),
         (3, [30, 31], Wanted.NOTHING),
     ]
+
+
+def test_an_operation_that_resolves_at_launch_hands_back_a_future_of_its_scores(
+    loop: StepLoop,
+) -> None:
+    one = sequence(1, 12)
+    first = Compute(one, 6, Wanted.SCORES, resolves_at_launch=True)
+    scores = loop.submit(first).result(WAIT_S)
+    assert one.num_computed == 6
+    following = loop.submit(Compute(one, 5, Wanted.SCORES)).result(WAIT_S)
+    assert scores.result(WAIT_S).tolist() == [10, 11, 12, 13, 14, 15]
+    assert following.tolist() == [16, 17, 18, 19, 20]
 
 
 def test_whatever_touches_a_step_runs_on_the_one_thread(loop: StepLoop) -> None:
@@ -493,6 +506,27 @@ def test_close_hands_out_what_is_under_way(held: Held) -> None:
     assert not closing.is_alive()
     assert isinstance(token.result(WAIT_S), SampledToken)
     assert waiting.done()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_more_can_be_asked_for_before_what_was_launched_has_landed(
+    held: Held, closes: bool
+) -> None:
+    """And it lands, though the engine is closed meanwhile."""
+    one, oracle = held.stream(1), Oracle(Window(8, ((0, 2),)))
+    one.append(range(11, 19))
+    oracle.extend(list(range(10, 19)))
+    coming = []
+    for _ in range(2):
+        part = Compute(one, 4, Wanted.SCORES, resolves_at_launch=True)
+        coming.append(held.loop.submit(part).result(WAIT_S))
+    assert held.device.launched == [[(1, 0, 4)], [(1, 4, 4)]]
+    assert one.num_computed == 8 and not any(scores.done() for scores in coming)
+    held.may_run.set()
+    if closes:
+        held.loop.close()
+    found = [score for scores in coming for score in scores.result(WAIT_S).tolist()]
+    assert found == pytest.approx([oracle.logprob(index) for index in range(1, 9)])
 
 
 def test_a_mistake_while_steps_are_under_way_leaves_nobody_waiting(

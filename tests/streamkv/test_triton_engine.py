@@ -136,5 +136,8 @@ def test_scores_are_those_of_the_cpu(tiny_model_dir: Path) -> None:
         wanted = [score.logprob for score in engine.session("one").score([TEXTS[1]])]
     with triton_engine(tiny_model_dir) as engine:
         found = [score.logprob for score in engine.session("one").score([TEXTS[1]])]
+        chunks = engine.session("two").score_chunks([TEXTS[1]]).run()
     assert found[0] is None and wanted[0] is None
     assert found[1:] == pytest.approx(wanted[1:], abs=2e-4)
+    by_chunks = [logprob for chunk in chunks for logprob in chunk.logprobs.tolist()]
+    assert len(chunks) > 1 and by_chunks[1:] == pytest.approx(wanted[1:], abs=2e-4)
