@@ -272,20 +272,20 @@ class Recaller:
         blocks = self._awaited(choosing)
         if not blocks:
             token_index = num_computed
+        # The same tokens after the same tokens: only the salt tells what attended to what.
+        anew = replace(stream.mode, token_index=token_index, salt=new_salt())
         records: list[ModeSet | Chosen] = [Chosen(token_index, num_computed, blocks)]
         if token_index < num_computed:
-            # The same tokens after the same tokens: only the salt tells what attended to what.
-            stream.mode = replace(stream.mode, token_index=token_index, salt=new_salt())
-            records.insert(0, stream.mode)
+            records.insert(0, anew)
         stream.write()
         stream.log.write(*records)
         stream.attended.clear()
         stream.last_made_at = num_computed
         if token_index < num_computed:
+            stream.mode, sequence.recall_salt = anew, anew.salt
             give_back(self._tiers, sequence.go_back(token_index))
             stream.truncate(token_index // sequence.block_size)
             stream.num_digested = token_index // sequence.block_size
-            sequence.recall_salt = stream.mode.salt
         stream.schedule.put(Choice(token_index, Known(blocks)))
         self.before_step(sequence, token_index)
         self._set_boundary(sequence, stream)

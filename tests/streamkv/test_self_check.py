@@ -105,9 +105,9 @@ def test_a_tier_that_brings_nothing_back_was_not_checked(
 
 def test_a_mode_that_an_engine_does_not_have_is_said_and_left_out(tiny_model_dir: Path) -> None:
     said: list[str] = []
-    refused = Group("full", {"attention": "full", "device": "cuda"}, FULL_TIERS)
+    refused = Group("recall", {"attention": "recall"}, FULL_TIERS)
     assert list(self_check(str(tiny_model_dir), QUIET, [refused], said.append)) == []
-    assert said[-1].startswith("full: not checked: with a store or on a GPU")
+    assert said[-1].startswith("recall: not checked: with recall_blocks=0")
 
 
 @pytest.mark.parametrize(
