@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from streamkv.block_keys import BlockKeys
 from streamkv.config import format_size
 from streamkv.errors import AbsentBlockError, ConfigError, PoolFullError
-from streamkv.live_blocks import give_back
+from streamkv.live_blocks import give_back, read_block
 from streamkv.pool_room import PoolRoom
 from streamkv.recall_schedule import question_start
 from streamkv.sequence import Sequence
@@ -230,15 +230,10 @@ class FullAttention:
         return held
 
     def _read(self, sequence: Sequence, index: int, key: BlockKey) -> int:
-        block_id = self._tiers.allocate()
-        try:
-            if self._tiers.restore(key, block_id):
-                return block_id
-        except BaseException:
-            self._tiers.free(block_id)
-            raise
-        self._tiers.free(block_id)
-        raise _absent(sequence, index, "no tier has it any more, or it is damaged")
+        block_id = read_block(self._tiers, key)
+        if block_id is None:
+            raise _absent(sequence, index, "no tier has it any more, or it is damaged")
+        return block_id
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:
         key = sequence.keys.get(index) if sequence.keys is not None else None

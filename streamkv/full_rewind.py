@@ -11,6 +11,7 @@ is copied, and the rest is given back. This module knows neither journals nor te
 
 from streamkv.block_table import LiveBlock
 from streamkv.errors import AbsentBlockError, PoolFullError
+from streamkv.live_blocks import give_back
 from streamkv.past import Past
 from streamkv.prefix import blocks_seen
 from streamkv.recovery import replay_windows
@@ -149,7 +150,4 @@ class FullRewind:
         return index in table.recalled or (index in table and table[index].key is not None)
 
     def _give_back(self, block: LiveBlock) -> None:
-        if block.key is None:
-            self._tiers.free(block.block_id)
-        else:
-            self._tiers.drop(block.block_id)
+        give_back(self._tiers, [block])

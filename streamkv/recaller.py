@@ -27,7 +27,7 @@ from streamkv.errors import JournalError
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.kernels.digests import block_digests
 from streamkv.kernels.rope import RopeTables
-from streamkv.live_blocks import give_back
+from streamkv.live_blocks import give_back, read_block
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_log import RecallLog
@@ -523,13 +523,6 @@ class Recaller:
             block_id = sequence.table[block_index].block_id
             self._tiers.share(block_id)
             return block_id
-        block_id = self._tiers.allocate()
-        try:
-            if self._tiers.restore(key, block_id):
-                return block_id
-        except BaseException:
-            self._tiers.free(block_id)
-            raise
-        self._tiers.free(block_id)
-        self.num_absent += 1
-        return None
+        read = read_block(self._tiers, key)
+        self.num_absent += read is None
+        return read
