@@ -95,15 +95,22 @@ class Ranking:
         heads: that choose.
         streams: all.
         sizes: what is ranked.
+        num_sinks: sink tokens of each stream, in the first of its own blocks.
     """
 
     def __init__(
-        self, model: ModelAdapter, heads: RetrievalHeads, streams: Sequence[Seen], sizes: Sizes
+        self,
+        model: ModelAdapter,
+        heads: RetrievalHeads,
+        streams: Sequence[Seen],
+        sizes: Sizes,
+        num_sinks: int,
     ) -> None:
         self.sizes = sizes
         self.labels = ("own", *(str(most) for most in sizes.blocks))
         self._model = model
         self._heads = heads
+        self._num_sinks = num_sinks
         self._streams = streams
         self._device = model.base.device
         distance = farthest("far", sizes.window_size, sizes.recall_blocks, model.spec.block_size)
@@ -137,6 +144,7 @@ class Ranking:
             heads.rows,
             *self._angles,
             scales,
+            self._num_sinks,
         )
 
     def product(self) -> dict[str, Found]:
@@ -272,7 +280,7 @@ def ranking(options: argparse.Namespace, sizes: Sizes, dtype: str, device: str) 
             if (index + 1) % 4 == 0:
                 say(f"  {index + 1} of {len(asked)} streams of {sizes.length:,} tokens")
         heads = find_retrieval_heads(engine.model, engine.tokenizer, say)
-        return Ranking(engine.model, heads, streams, sizes)
+        return Ranking(engine.model, heads, streams, sizes, config.num_sink_tokens)
 
 
 def measure(report: Report, ranked: Ranking) -> None:

@@ -5,8 +5,7 @@
 The first tokens of Pride and Prejudice are scored three times: through a window; through the same
 window with k old blocks recalled; through a window of as many tokens as both attend to. Every token
 is scored by all, so that differences are paired; their interval is by bootstrap over blocks of 512
-tokens. As long as nothing has left the window all three must agree. A build without recall compares
-the two windows.
+tokens. As long as nothing has left the window all three must agree.
 """
 
 import argparse
@@ -69,14 +68,13 @@ def settings(options: argparse.Namespace, dtype: str) -> dict[str, EngineConfig]
     )
     wide_size = options.window_size + BLOCK_TOKENS * options.recall_blocks
     wide = EngineConfig(window_size=wide_size, dtype=base.dtype, device=base.device)
-    found = {"window": modes.window_config(base, is_forking=False)}
-    if modes.has_recall():
-        spec = ModelFacts.read(MODEL, dtype, say).spec
-        found["recall"] = modes.recall_config(
-            base, spec, modes.RECALL, options.recall_blocks, options.tokens
-        )
-    found["equal_attended"] = modes.window_config(wide, is_forking=False)
-    return found
+    spec = ModelFacts.read(MODEL, dtype, say).spec
+    k = options.recall_blocks
+    return {
+        "window": modes.window_config(base, is_forking=False),
+        "recall": modes.recall_config(base, spec, modes.RECALL, k, options.tokens),
+        "equal_attended": modes.window_config(wide, is_forking=False),
+    }
 
 
 def compare(report: Report, scored: dict[str, Scored], first: str, second: str) -> float:
@@ -111,8 +109,6 @@ def main() -> int:
         f"{MODEL}, {dtype}, {options.tokens} tokens, window {options.window_size}, "
         f"k {options.recall_blocks}"
     )
-    if not modes.has_recall():
-        report.notes.append("this build has no recall: only the two windows were compared")
     scored: dict[str, Scored] = {}
     for name, config in settings(options, dtype).items():
         scored[name] = score(config, ids, name)
@@ -124,10 +120,9 @@ def main() -> int:
         report.add(f"{name}_nll", mean, "nats", perplexity=math.exp(mean))
         report.add(f"{name}_tokens_per_s", rate, "tokens/s", better="higher")
     compare(report, scored, "equal_attended", "window")
-    if "recall" in scored:
-        low = compare(report, scored, "recall", "window")
-        report.add("recall_not_worse", low, "nats", bound=0.0)
-        compare(report, scored, "recall", "equal_attended")
+    low = compare(report, scored, "recall", "window")
+    report.add("recall_not_worse", low, "nats", bound=0.0)
+    compare(report, scored, "recall", "equal_attended")
     return finish(report, quick=options.quick)
 
 

@@ -5,7 +5,8 @@ Keys are stored rotated by their offset in the block, so that a query turned by 
 them as if the block started there.
 
 Each of these query heads and each query says by a softmax over all tokens how much it would look at
-each block, and the mean decides: one choice for all layers (measured: docs/recall.md).
+each block, and the mean decides: one choice for all layers (measured: docs/recall.md). Sink tokens
+are attended in any case, so what they draw counts for no block.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,11 @@ def block_weights(
     cos: Tensor,
     sin: Tensor,
     scales: Sequence[float],
+    num_sinks: int = 0,
 ) -> Tensor:
-    """How much of their attention queries would give to each block: float32 [n], summing to 1.
+    """How much of their attention queries would give to each block: float32 [n].
+
+    The sum is 1, less what sink tokens draw.
 
     Nothing waits for the device.
 
@@ -49,12 +53,14 @@ def block_weights(
         cos, sin: float32 [rotary_dim / 2], of the distance from each query to the start of a block,
             the same for all.
         scales: of the scores, of each query head.
+        num_sinks: how many of the first block's tokens are sink tokens, fewer than all.
     """
     turned = rotate(queries.float(), cos, sin)
     num_blocks = sum(page.shape[1] for page in pages)
     block_size, head_dim = pages[0].shape[2:]
     # Keys and scores in 32 bits, of some blocks at a time.
     step = max(1, SCRATCH_BYTES // (4 * block_size * (head_dim + queries.shape[1])))
+    assert num_sinks < block_size
     weights = torch.zeros(num_blocks, device=queries.device)
     for head, (row, scale) in enumerate(zip(rows, scales, strict=True)):
         query = turned[head].T * scale
@@ -64,5 +70,9 @@ def block_weights(
             for page in pages
             for keys in torch.split(page[row], step)
         ]
-        weights += torch.cat(pieces).softmax(0).mean(1)
+        if num_sinks:
+            first = pages[0][row, 0].float() @ query
+            pieces[0][0] = first[num_sinks:].logsumexp(0)
+            pieces.append(first[:num_sinks].logsumexp(0, keepdim=True))
+        weights += torch.cat(pieces).softmax(0)[:num_blocks].mean(1)
     return weights / len(rows)

@@ -146,6 +146,7 @@ class DigestIndex:
         rows: Sequence[int],
         angles: tuple[Tensor, Tensor],
         scales: Sequence[float],
+        num_sinks: int = 0,
     ) -> Choosing:
         """The blocks that the queries would look at most; nothing waits for them here.
 
@@ -154,19 +155,25 @@ class DigestIndex:
             first_block, end_block: only blocks from the one on and before the other.
             num_blocks: how many, fewer if there are not so many.
             rows, angles, scales: as `block_weights` takes them.
+            num_sinks: sink tokens of the stream: of them nothing can be recalled.
         """
+        block_size = self._shape[0]
+        first_block = max(first_block, num_sinks // block_size)
+        # What is left of them is in the first of these blocks, if in any.
+        num_sinks = max(0, num_sinks - first_block * block_size)
         blocks = range(first_block, min(end_block, len(self)))
         missing = [index for index in blocks if self._keys[index] is None]
         if len(blocks) - len(missing) <= num_blocks:
             left_out = set(missing)
             return Known(tuple(index for index in blocks if index not in left_out))
         pages = list(self._cut(blocks.start, blocks.stop))
-        weights = block_weights(queries, pages, rows, *angles, scales)
+        weights = block_weights(queries, pages, rows, *angles, scales, num_sinks)
+        # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
+        steps = len(blocks) * TIE_STEPS / weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
+        weights = weights.mul(steps).round()
         if missing:
             places = torch.tensor([index - first_block for index in missing])
             weights.index_fill_(0, to_device(places, weights.device), -1.0)
-        # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
-        weights = weights.mul(len(blocks) * TIE_STEPS).round()
         # On a tie the earlier block.
         order = weights.sort(descending=True, stable=True).indices[:num_blocks]
         return Chosen(first_block, order)

@@ -475,6 +475,7 @@ class Recaller:
             self._heads.rows,
             self._angles_of(distance),
             self._scales,
+            window.num_sink_tokens,
         )
 
     def _angles_of(self, distance: int) -> tuple[Tensor, Tensor]:

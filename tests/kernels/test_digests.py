@@ -42,8 +42,10 @@ def turned(q: Tensor, distance: int) -> Tensor:
     return found
 
 
-def expected_weights(queries: Tensor, pool: Tensor, ids: list[int], distance: int) -> Tensor:
-    """Of one softmax over all tokens of all blocks, the part of each block."""
+def expected_weights(
+    queries: Tensor, pool: Tensor, ids: list[int], distance: int, num_sinks: int = 0
+) -> Tensor:
+    """Of one softmax over all tokens of all blocks, the part of each block but sink tokens."""
     found = []
     for head, row in enumerate(ROWS):
         layer, kv_head = KV[row].tolist()
@@ -51,14 +53,18 @@ def expected_weights(queries: Tensor, pool: Tensor, ids: list[int], distance: in
             q = turned(query, distance)
             keys = pool[ids, layer, 0, kv_head].double()
             scores = torch.cat([block @ q * SCALES[head] for block in keys])
-            found.append(scores.softmax(0).view(len(ids), B).sum(1))
+            parts = scores.softmax(0)
+            parts[:num_sinks] = 0
+            found.append(parts.view(len(ids), B).sum(1))
     return torch.stack(found).mean(0)
 
 
-def weights_of(queries: Tensor, digests: Tensor, distance: int, *cuts: int) -> Tensor:
+def weights_of(
+    queries: Tensor, digests: Tensor, distance: int, *cuts: int, num_sinks: int = 0
+) -> Tensor:
     """With the digests in pages that are cut before these blocks."""
-    pages = torch.tensor_split(digests, cuts, 1)
-    return block_weights(queries, pages, ROWS, *ROPE.rows(torch.tensor(distance)), SCALES)
+    pages, angles = torch.tensor_split(digests, cuts, 1), ROPE.rows(torch.tensor(distance))
+    return block_weights(queries, pages, ROWS, *angles, SCALES, num_sinks)
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
@@ -75,6 +81,22 @@ def test_a_blocks_weight_is_what_its_tokens_would_get(
     expected = expected_weights(queries, pool, ids, distance)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     assert found.sum().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_sinks", [1, 4, 63])
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 30])
+def test_what_sink_tokens_draw_counts_for_no_block(
+    num_sinks: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests_module, "SCRATCH_BYTES", scratch_bytes)
+    pool, queries, ids = random_pool(9), some_queries(5), [7, 0, 3]
+    # The sink tokens draw most of all attention.
+    pool[7, :, 0, :, :num_sinks] *= 4
+    digests = block_digests(pool, torch.tensor(ids), KV)
+    found = weights_of(queries, digests, 700, 1, num_sinks=num_sinks)
+    expected = expected_weights(queries, pool, ids, 700, num_sinks)
+    assert expected.sum() < 0.9
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_a_digest_is_the_keys_of_its_heads_as_they_are_stored() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from streamkv.digest_index import DigestIndex, page_rows
 from streamkv.kernels.digests import block_weights
-from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.rope import RopeTables, rotate
 from streamkv.retrieval_heads import NUM_HEADS
 from streamkv.sizing import digest_bytes
 from streamkv.tiers.spec import BlockKey, KVSpec
@@ -75,6 +75,36 @@ def test_blocks_before_the_first_are_left_out() -> None:
     assert found(10, 30) == heaviest(list(range(10, 30)), 5)
     assert found(38, 99) == (38, 39)
     assert found(50, 60) == ()
+
+
+@pytest.mark.parametrize("num_sinks", [1, 4, 64, 100, 128])
+def test_sink_tokens_are_no_reason_to_recall(num_sinks: int) -> None:
+    """Nothing of a block of sink tokens could be recalled; of others, what is no sink token."""
+    index, first = index_of(20), num_sinks // 64
+    found = index.choose(QUERIES, 0, 20, 4, ROWS, ANGLES, SCALES, num_sinks).blocks()
+    rows = torch.stack([digest(block) for block in range(first, 20)], 1).half()
+    weights = block_weights(QUERIES, [rows], ROWS, *ANGLES, SCALES, num_sinks % 64).tolist()
+    ranked = sorted(zip(weights, range(first, 20), strict=True), reverse=True)
+    assert found == tuple(sorted(block for _, block in ranked[:4]))
+    everything = index.choose(QUERIES, 0, 20, 99, ROWS, ANGLES, SCALES, num_sinks).blocks()
+    assert everything == tuple(range(first, 20))
+
+
+def test_sink_tokens_that_draw_all_attention_do_not_have_their_block_chosen() -> None:
+    made = DigestIndex(2, SPEC, "cpu")
+    query = QUERIES.mean(1, keepdim=True)
+    for block in range(8):
+        made.put(block, [key(block)], 0.1 * digest(block)[:, None])
+    alone = made.choose(query[:1], 1, 8, 2, [0], ANGLES, [1.0]).blocks()
+    # Keys along the first head's turned query.
+    drawing = 0.1 * digest(0)
+    drawing[:, :4] = 20 * torch.nn.functional.normalize(rotate(query, *ANGLES)[0], dim=-1)
+    made.put(0, [key(0)], drawing[:, None])
+    chosen = {
+        num_sinks: made.choose(query[:1], 0, 8, 2, [0], ANGLES, [1.0], num_sinks).blocks()
+        for num_sinks in (0, 4)
+    }
+    assert 0 in chosen[0] and chosen[4] == alone
 
 
 def test_more_than_there_are_means_all() -> None:

