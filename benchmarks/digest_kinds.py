@@ -86,6 +86,9 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 """Makers of digests float32 [num_kv_heads, n, vectors, head_dim] of keys of the same kind, with the
 tokens of a block in the place of the vectors."""
 
+TOKEN_BY_TOKEN = frozenset({"bits_1", "bits_2", EXACT})
+"""Kinds that have a vector for each token."""
+
 
 def block_scores(kind: str, digests: Tensor, queries: Tensor) -> Tensor:
     """Scores of blocks, up to what all have in common: float32 [num_kv_heads, Q, n].
@@ -101,6 +104,25 @@ def block_scores(kind: str, digests: Tensor, queries: Tensor) -> Tensor:
     num_blocks, num_vectors = digests.shape[1:3]
     scores = queries @ digests.flatten(1, 2).mT
     return scores.unflatten(2, (num_blocks, num_vectors)).logsumexp(-1)
+
+
+def scores_beside_sinks(
+    kind: str, digests: Tensor, queries: Tensor, num_sinks: int
+) -> tuple[Tensor, Tensor]:
+    """Scores of blocks, and of what the first one's sink tokens draw beside them.
+
+    Only a digest with a vector for each token tells them apart; of others the second is empty.
+
+    Args:
+        kind, digests, queries: as `block_scores` takes them.
+        num_sinks: sink tokens of the first block.
+    """
+    scores = block_scores(kind, digests, queries)
+    if kind not in TOKEN_BY_TOKEN:
+        return scores, scores[..., :0]
+    first = digests[:, :1]
+    scores[..., :1] = block_scores(kind, first[:, :, num_sinks:], queries)
+    return scores, block_scores(kind, first[:, :, :num_sinks], queries)
 
 
 def head_weights(scores: Tensor, num_queries: int) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamkv import Engine, SamplingParams, Session, recaller
+from streamkv import Engine, SamplingParams, Session, recall_digester
 from streamkv.recall_bench import modes
 from streamkv.recall_bench.question import ANSWER_START, ASKED, Question
 from streamkv.recall_schedule import RecallSchedule, question_start
@@ -70,17 +70,17 @@ def read_stream(engine: Engine, question: Question, num_blocks: int, is_answered
 def _sealed_keys() -> Iterator[list[Tensor]]:
     """Keys of all heads of every block that recall digests, in their order."""
     sealed: list[Tensor] = []
-    own = recaller.block_digests
+    own = recall_digester.block_digests
 
     def digest(pool: Tensor, block_ids: Tensor, kv_heads: Tensor) -> Tensor:
         sealed.append(pool[:, :, 0][block_ids].cpu())
         return own(pool, block_ids, kv_heads)
 
-    recaller.block_digests = digest
+    recall_digester.block_digests = digest
     try:
         yield sealed
     finally:
-        recaller.block_digests = own
+        recall_digester.block_digests = own
 
 
 def _newest_queries(session: Session) -> Tensor:

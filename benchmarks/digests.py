@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import MODEL, arguments, finish, require, say
-from digest_kinds import BOUNDS, EXACT, KINDS, block_scores, head_weights, rank
+from digest_kinds import BOUNDS, EXACT, KINDS, block_scores, head_weights, rank, scores_beside_sinks
 from digest_streams import Seen, candidates, read_stream
 from report import Report
 from torch import Tensor
@@ -179,9 +179,11 @@ class Ranking:
                 is_needle = self._is_needle[index]
                 num_queries = self._streams[index].queries.shape[1]
                 mine = digests[:, blocks.to(self._device)]
-                scores = block_scores(kind, mine, self.turned(layer, index))
+                turned = self.turned(layer, index)
+                scores, drawn = scores_beside_sinks(kind, mine, turned, self._num_sinks)
                 for size, end in zip(self.labels, self._ends[index], strict=True):
-                    weights = head_weights(scores[..., :end], num_queries)
+                    beside = torch.cat((scores[..., :end], drawn), -1)
+                    weights = head_weights(beside, num_queries)[:, :end]
                     every = weights.sum(0)
                     found["per_layer", size].append(rank(every, is_needle[:end]))
                     for way, added in (("all_heads", every), ("heads", weights[chosen].sum(0))):

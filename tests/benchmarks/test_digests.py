@@ -121,6 +121,21 @@ def test_a_head_s_weights_are_the_mean_over_its_own_queries(kinds: ModuleType) -
         torch.testing.assert_close(found[head], own.softmax(-1).mean(0))
 
 
+@pytest.mark.parametrize("num_sinks", [0, 3])
+def test_what_sink_tokens_draw_is_told_apart_where_a_digest_has_them(
+    kinds: ModuleType, num_sinks: int
+) -> None:
+    found, drawn = kinds.scores_beside_sinks("exact", KEYS, TURNED, num_sinks)
+    by_token = (TURNED @ KEYS.flatten(1, 2).mT).unflatten(2, (BLOCKS, TOKENS))
+    torch.testing.assert_close(found[..., 1:], by_token[..., 1:, :].logsumexp(-1))
+    torch.testing.assert_close(found[..., 0], by_token[..., 0, num_sinks:].logsumexp(-1))
+    torch.testing.assert_close(drawn[..., 0], by_token[..., 0, :num_sinks].logsumexp(-1))
+    mean = kinds.KINDS["mean"](KEYS)
+    found, drawn = kinds.scores_beside_sinks("mean", mean, TURNED, num_sinks)
+    assert drawn.shape[-1] == 0
+    torch.testing.assert_close(found, kinds.block_scores("mean", mean, TURNED))
+
+
 def test_a_needle_in_two_blocks_counts_by_the_heavier(kinds: ModuleType) -> None:
     weights = torch.tensor([0.3, 0.1, 0.2, 0.4])
     assert kinds.rank(weights, torch.tensor([False, True, True, False])) == 2
