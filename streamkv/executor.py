@@ -11,7 +11,7 @@ from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_log import RecallLog
-from streamkv.recaller import Recaller
+from streamkv.recaller import RECALL_COUNTERS, Recaller
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
@@ -108,11 +108,10 @@ class Executor:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name."""
-        recaller, counted = self.recaller, self._tiers.counters()
-        counted["absent"] = recaller.num_absent if recaller is not None else 0
-        counted["choice_waits"] = recaller.num_waits if recaller is not None else 0
-        counted["choice_wait_ms"] = int(1000 * recaller.waited_s) if recaller is not None else 0
-        return counted
+        counted = dict.fromkeys(RECALL_COUNTERS, 0)
+        if self.recaller is not None:
+            counted = self.recaller.counters()
+        return {**self._tiers.counters(), **counted}
 
     def recalls(self, sequence: Sequence) -> bool:
         """Whether a sequence attends to old blocks."""

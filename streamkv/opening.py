@@ -202,7 +202,7 @@ class SessionOpener:
             recaller = self._executor.recaller
             assert recaller is not None
             digests = DigestFile.open(
-                path, recaller.digest_bytes, recaller.digest_identity, journal.header
+                path, recaller.digester.digest_bytes, recaller.digester.identity, journal.header
             )
         return RecallLog(journal, digests)
 

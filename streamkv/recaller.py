@@ -11,40 +11,36 @@ that no tier has any more is absent: counted, never an answer. One thread at a t
 sequence: the engine's, or who holds the session while nothing of it is under way.
 """
 
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from streamkv.device_copies import to_device
-from streamkv.digest_file import DigestRow
-from streamkv.digest_index import DigestIndex, digest_dtype
 from streamkv.errors import JournalError
 from streamkv.journal_records import Chosen, ModeSet
-from streamkv.kernels.digests import block_digests
-from streamkv.kernels.rope import RopeTables
-from streamkv.live_blocks import give_back, read_block
+from streamkv.live_blocks import give_back
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
+from streamkv.recall_chooser import Chooser
+from streamkv.recall_digester import Digester
+from streamkv.recall_installer import Installer
 from streamkv.recall_log import RecallLog
 from streamkv.recall_schedule import (
     QUESTION_TOKENS,
     Choice,
-    Choosing,
     Known,
     RecallSchedule,
     question_start,
 )
 from streamkv.recall_stream import RecallStream, new_salt, policy_of, under_other_salts
-from streamkv.recalled import PositionPolicy, farthest
+from streamkv.recalled import PositionPolicy
 from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
+
+RECALL_COUNTERS = ("absent", "choice_waits", "choice_wait_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +70,9 @@ class Recaller:
 
     Attributes:
         options: as given.
-        num_absent: chosen blocks that no tier had.
-        num_waits: choices that had to be waited for.
-        waited_s: how long.
+        digester: that digests what was sealed.
+        chooser: that chooses.
+        installer: that brings back what was chosen.
     """
 
     def __init__(
@@ -88,30 +84,21 @@ class Recaller:
         options: RecallOptions,
     ) -> None:
         self.options = options
-        self.num_absent = 0
-        self.num_waits = 0
-        self.waited_s = 0.0
+        self.digester = Digester(adapter.spec, pool, heads)
+        self.chooser = Chooser(adapter, heads, pool.device)
+        self.installer = Installer(tiers)
         self._adapter = adapter
         self._pool = pool
         self._tiers = tiers
-        self._heads = heads
-        self._kv_heads = torch.tensor(heads.kv_heads, device=pool.device)
-        self._scales = [adapter.scales[head.layer] for head in heads.heads]
-        # One distance at a time is asked for, and kept on the device.
-        self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._streams: dict[Sequence, RecallStream] = {}
 
-    @property
-    def digest_bytes(self) -> int:
-        """Of the digest of a block."""
-        spec = self._adapter.spec
-        return 2 * len(self._heads.kv_heads) * spec.block_size * spec.head_dim
-
-    @property
-    def digest_identity(self) -> str:
-        """Differs for digests of another kind."""
-        return f"{self._heads.kv_heads} {digest_dtype(self._adapter.spec)}"
+    def counters(self) -> dict[str, int]:
+        """What happened since opening, by name."""
+        return {
+            "absent": self.installer.num_absent,
+            "choice_waits": self.chooser.num_waits,
+            "choice_wait_ms": int(1000 * self.chooser.waited_s),
+        }
 
     def open(self, sequence: Sequence, log: RecallLog) -> ObservedQueries:
         """Begin with a sequence, to be resumed next; returns who is to see its queries."""
@@ -119,22 +106,10 @@ class Recaller:
         shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
         queries = ObservedQueries(*shape, self._pool.device, self._pool.dtype)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
-        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, self._pool.device)
+        index = self.digester.open(log, sequence.block_size)
         self._streams[sequence] = RecallStream(index, queries, schedule, log, self._unset())
         sequence.look_back = QUESTION_TOKENS
-        if log.digests is not None:
-            for row in log.digests.rows(log.past.state.rewinds, sequence.block_size):
-                self._take_row(index, row)
         return queries
-
-    def _take_row(self, index: DigestIndex, row: DigestRow) -> None:
-        if row.key is None or row.digest is None:
-            index.put_missing(len(index))
-            return
-        spec = self._adapter.spec
-        bits = torch.from_numpy(row.digest.view(np.int16)).view(digest_dtype(spec))
-        shape = (len(self._heads.kv_heads), 1, spec.block_size, spec.head_dim)
-        index.put(len(index), [row.key], bits.view(shape))
 
     def resume(self, sequence: Sequence, recalls: bool) -> None:
         """Go on by the log, from where the sequence stands: what is in force is restored.
@@ -247,7 +222,7 @@ class Recaller:
             JournalError: it could not be written; nothing has changed.
         """
         self.turn(sequence, "window", self.options.num_blocks)
-        self._install(sequence, self._streams[sequence], ())
+        self.installer.install(sequence, self._streams[sequence], ())
 
     def choose_now(self, sequence: Sequence) -> None:
         """An answer begins: choose, and have what was asked computed again with the choice.
@@ -266,10 +241,11 @@ class Recaller:
         if not sequence.can_go_back(token_index):
             token_index = num_computed
         # Blocks of the question itself are about to be others.
-        choosing = self._chosen(sequence, stream, num_computed, token_index // sequence.block_size)
+        first_anew = token_index // sequence.block_size
+        choosing = self.chooser.choose(sequence, stream, num_computed, first_anew)
         if choosing is None:
             return
-        blocks = self._awaited(choosing)
+        blocks = self.chooser.awaited(choosing)
         if not blocks:
             token_index = num_computed
         # The same tokens after the same tokens: only the salt tells what attended to what.
@@ -301,12 +277,12 @@ class Recaller:
         if stream is None or sequence.attends_to_all or not stream.schedule.is_due(start):
             return
         for _, _, choosing in stream.unwritten:
-            self._awaited(choosing)
+            self.chooser.awaited(choosing)
         stream.write()
         choice = stream.schedule.take(start)
         assert choice is not None
         try:
-            self._install(sequence, stream, choice.choosing.blocks())
+            self.installer.install(sequence, stream, choice.choosing.blocks())
         except BaseException:
             stream.schedule.put_back(choice)
             raise
@@ -316,7 +292,7 @@ class Recaller:
         stream = self._streams.get(sequence)
         if stream is None:
             return
-        self._digest(sequence, stream)
+        self.digester.digest(sequence, stream)
         self._enter_due(sequence, stream)
         num_computed = sequence.num_computed
         if stream.chooses_at(num_computed) and not sequence.attends_to_all:
@@ -349,7 +325,7 @@ class Recaller:
         """Give back what is recalled now; the next choice brings blocks again."""
         stream = self._streams.get(sequence)
         if stream is not None and not sequence.attends_to_all:
-            self._install(sequence, stream, ())
+            self.installer.install(sequence, stream, ())
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
@@ -368,13 +344,13 @@ class Recaller:
         # Rows of blocks that the stream has, or will have once its tokens are computed anew.
         stream.truncate(sequence.num_tokens // sequence.block_size)
         stream.num_digested = num_computed // sequence.block_size
-        self._digest(sequence, stream)
+        self.digester.digest(sequence, stream)
         stream.last_made_at = history.last_made_at
         stream.due = deque(history.modes(num_computed + 1))
         self._enter(sequence, stream, history.mode_at(num_computed) or self._unset())
         in_force = history.choice_at(num_computed)
         if in_force is not None and not sequence.attends_to_all:
-            self._install(sequence, stream, in_force.blocks)
+            self.installer.install(sequence, stream, in_force.blocks)
             stream.schedule.take(num_computed)
         self._set_boundary(sequence, stream)
 
@@ -386,7 +362,7 @@ class Recaller:
         """A mode begins: with nothing recalled, and the choices that are known for it."""
         stream.mode = mode
         if not sequence.attends_to_all:
-            self._install(sequence, stream, ())
+            self.installer.install(sequence, stream, ())
             recalled = sequence.table.recalled
             recalled.trained_length = self._adapter.trained_length
             recalled.set_policy(policy_of(mode) if stream.is_on else "far")
@@ -404,44 +380,8 @@ class Recaller:
         if not sequence.attends_to_all:
             sequence.recall_boundary = stream.next_boundary(sequence.num_computed)
 
-    def _digest(self, sequence: Sequence, stream: RecallStream) -> None:
-        """Digest blocks that were sealed, and those of the window that have no digest yet.
-
-        As few launches as there can be: one for each run of blocks.
-        """
-        index, num_sealed = stream.index, sequence.num_computed // sequence.block_size
-        run: list[tuple[int, BlockKey]] = []
-        for at in range(min(stream.num_digested, len(index)), num_sealed):
-            key = sequence.table[at].key if at in sequence.table else None
-            # One that is computed anew, or was left out, has the digest that it had.
-            if at < len(index) and key in (None, index.key(at)):
-                continue
-            if key is None:
-                self._digest_run(sequence, stream, run)
-                run = []
-                index.put_missing(at)
-                stream.unfiled.add(at)
-                continue
-            if run and run[-1][0] != at - 1:
-                self._digest_run(sequence, stream, run)
-                run = []
-            run.append((at, key))
-        self._digest_run(sequence, stream, run)
-        stream.num_digested = num_sealed
-
-    def _digest_run(
-        self, sequence: Sequence, stream: RecallStream, run: list[tuple[int, BlockKey]]
-    ) -> None:
-        if not run:
-            return
-        blocks = [sequence.table[at].block_id for at, _ in run]
-        places = to_device(torch.tensor(blocks), self._pool.device)
-        digests = block_digests(self._pool, places, self._kv_heads)
-        stream.index.put(run[0][0], [key for _, key in run], digests)
-        stream.unfiled.update(at for at, _ in run)
-
     def _choose(self, sequence: Sequence, stream: RecallStream, token_index: int) -> None:
-        choosing = self._chosen(sequence, stream, token_index, len(stream.index))
+        choosing = self.chooser.choose(sequence, stream, token_index, len(stream.index))
         if choosing is None:
             return
         stream.schedule.put(Choice(token_index, choosing))
@@ -451,79 +391,3 @@ class Recaller:
             # Without room on the disk it is written later, at the latest before it is used.
             with suppress(JournalError):
                 stream.write()
-
-    def _chosen(
-        self, sequence: Sequence, stream: RecallStream, token_index: int, num_blocks: int
-    ) -> Choosing | None:
-        """What the newest queries choose for `token_index` and later, of the first `num_blocks`."""
-        queries = stream.queries.before(sequence.num_computed)
-        if queries is None:
-            return None
-        chosen_by = torch.stack([queries[head.layer, :, head.q_head] for head in self._heads.heads])
-        schedule, window, size = stream.schedule, sequence.window, sequence.block_size
-        policy, first_block = policy_of(stream.mode), 0
-        if policy == "absolute":
-            first_block = schedule.first_within(token_index, self._adapter.trained_length)
-            # True distances differ by block; all are scored as just beyond the window.
-            policy = "far"
-        distance = farthest(policy, window.window_size, schedule.num_blocks, size)
-        return stream.index.choose(
-            chosen_by,
-            first_block,
-            schedule.candidates(window, token_index, num_blocks),
-            schedule.num_blocks,
-            self._heads.rows,
-            self._angles_of(distance),
-            self._scales,
-            window.num_sink_tokens,
-        )
-
-    def _angles_of(self, distance: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of a distance, on the device."""
-        if distance not in self._angles:
-            cos, sin = self._rope.rows(torch.tensor(distance))
-            device = self._pool.device
-            self._angles[distance] = to_device(cos, device), to_device(sin, device)
-        return self._angles[distance]
-
-    def _awaited(self, choosing: Choosing) -> tuple[int, ...]:
-        """The blocks of a choice; what has to be waited for is counted."""
-        if choosing.is_known():
-            return choosing.blocks()
-        begin = time.monotonic()
-        blocks = choosing.blocks()
-        self.num_waits += 1
-        self.waited_s += time.monotonic() - begin
-        return blocks
-
-    def _install(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
-        recalled = sequence.table.recalled
-        wanted = set(blocks)
-        kept = {index: recalled[index] for index in recalled if index in wanted}
-        for index in list(recalled):
-            if index not in wanted:
-                self._tiers.drop(recalled[index])
-        # What is given back must not be read, whatever goes wrong from here on.
-        recalled.set(kept)
-        for index in blocks:
-            if index not in kept:
-                block_id = self._restored(sequence, stream, index)
-                if block_id is not None:
-                    kept[index] = block_id
-                    recalled.set(kept)
-        stream.attended.update(kept)
-
-    def _restored(self, sequence: Sequence, stream: RecallStream, block_index: int) -> int | None:
-        """The block in the gpu pool, with one more owner; `None` if it is absent."""
-        key = stream.index.key(block_index) if block_index < len(stream.index) else None
-        if key is None:
-            # Chosen before a restart that has lost its digest.
-            self.num_absent += 1
-            return None
-        if block_index in sequence.table and sequence.table[block_index].key == key:
-            block_id = sequence.table[block_index].block_id
-            self._tiers.share(block_id)
-            return block_id
-        read = read_block(self._tiers, key)
-        self.num_absent += read is None
-        return read
