@@ -6,28 +6,21 @@ journaled before it counts as accepted; a sampled token is journaled before it i
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterable, Callable, Generator, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from streamkv.batch import Wanted
 from streamkv.config import ATTENTIONS, Attention, require_choice
-from streamkv.detokenizer import IncrementalDecoder
-from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
+from streamkv.driver import AsyncOutputs, Outputs, Steps, Turnstile
 from streamkv.errors import EngineClosedError, InputError, SessionError
-from streamkv.generation import Generation
-from streamkv.intake import pieces
 from streamkv.live import LiveStream
 from streamkv.outputs import Attended, ChunkScores, Delta, Progress, Score, SessionStats
-from streamkv.sampling import SamplingParams, resolve_seed, sample
-from streamkv.scoring import ChunkScoring
-from streamkv.step_loop import Call, Compute, StepLoop
+from streamkv.sampling import SamplingParams
+from streamkv.step_loop import StepLoop
+from streamkv.turns import Turns
 
 Items = str | list[int] | Iterable[str | list[int]]
 AsyncItems = Items | AsyncIterable[str | list[int]]
-Part = Generator[Any, Any, int]
-"""Steps that bring a stream on, and by how many tokens."""
 
 
 class Session:
@@ -45,6 +38,7 @@ class Session:
         on_fork: Callable[[LiveStream, str], "Session"],
     ) -> None:
         self._live = live
+        self._turns = Turns(live)
         self._loop = loop
         self._on_close = on_close
         self._on_fork = on_fork
@@ -118,11 +112,11 @@ class Session:
             InputError: nothing in it, invalid Unicode, or a token id out of range.
             JournalError: it could not be journaled; go on with the same input when space returns.
         """
-        return self._outputs(self._feed(), "feed", _as_items(items))
+        return self._outputs(self._turns.feed(), "feed", _as_items(items))
 
     def afeed(self, items: AsyncItems) -> AsyncOutputs[Progress]:
         """`feed` for an event loop; takes async iterables too."""
-        return self._async_outputs(self._feed(), "afeed", items)
+        return self._async_outputs(self._turns.feed(), "afeed", items)
 
     def score(self, items: Items) -> Outputs[Score]:
         """Read text or token ids and say how expected each token was.
@@ -132,11 +126,11 @@ class Session:
         Raises:
             InputError, JournalError: as `feed`.
         """
-        return self._outputs(self._score(), "score", _as_items(items))
+        return self._outputs(self._turns.score(), "score", _as_items(items))
 
     def ascore(self, items: AsyncItems) -> AsyncOutputs[Score]:
         """`score` for an event loop; takes async iterables too."""
-        return self._async_outputs(self._score(), "ascore", items)
+        return self._async_outputs(self._turns.score(), "ascore", items)
 
     def score_chunks(self, items: Items) -> Outputs[ChunkScores]:
         """`score` for long streams: arrays for each prefill chunk instead of an object a token.
@@ -149,11 +143,11 @@ class Session:
         Raises:
             InputError, JournalError: as `feed`.
         """
-        return self._outputs(self._score_chunks(), "score_chunks", _as_items(items))
+        return self._outputs(self._turns.score_chunks(), "score_chunks", _as_items(items))
 
     def ascore_chunks(self, items: AsyncItems) -> AsyncOutputs[ChunkScores]:
         """`score_chunks` for an event loop; takes async iterables too."""
-        return self._async_outputs(self._score_chunks(), "ascore_chunks", items)
+        return self._async_outputs(self._turns.score_chunks(), "ascore_chunks", items)
 
     def generate(self, params: SamplingParams | None = None) -> Outputs[Delta]:
         """Go on with the stream, one token for each `next()`.
@@ -162,11 +156,11 @@ class Session:
             SessionError: the stream is empty.
             JournalError: a token could not be journaled; it was not handed out.
         """
-        return self._outputs(self._generate(self._checked(params)), "generate")
+        return self._outputs(self._turns.generate(self._checked(params)), "generate")
 
     def agenerate(self, params: SamplingParams | None = None) -> AsyncOutputs[Delta]:
         """`generate` for an event loop."""
-        return self._async_outputs(self._generate(self._checked(params)), "agenerate", ())
+        return self._async_outputs(self._turns.generate(self._checked(params)), "agenerate", ())
 
     def say(self, text: str, role: str = "user") -> None:
         """Add one turn by the model's chat template, up to where the answer begins.
@@ -174,11 +168,11 @@ class Session:
         Raises:
             InputError: empty or invalid text, or a role that the template does not know.
         """
-        self._outputs(self._say(text, role), "say").run()
+        self._outputs(self._turns.say(text, role), "say").run()
 
     async def asay(self, text: str, role: str = "user") -> None:
         """`say` for an event loop."""
-        await self._async_outputs(self._say(text, role), "asay", ()).run()
+        await self._async_outputs(self._turns.say(text, role), "asay", ()).run()
 
     def keep(self, text: str) -> None:
         """Add text to the sink tokens: it is attended for ever.
@@ -187,11 +181,11 @@ class Session:
             InputError: empty or invalid text, or sink tokens and window would pass the trained
                 length.
         """
-        self._outputs(self._keep(text), "keep").run()
+        self._outputs(self._turns.keep(text), "keep").run()
 
     async def akeep(self, text: str) -> None:
         """`keep` for an event loop."""
-        await self._async_outputs(self._keep(text), "akeep", ()).run()
+        await self._async_outputs(self._turns.keep(text), "akeep", ()).run()
 
     def fork(self, name: str) -> "Session":
         """A second session with the same past, which goes its own way from here.
@@ -277,165 +271,6 @@ class Session:
     ) -> None:
         await self.aclose()
 
-    # Operations, as generators of steps.
-
-    def _feed(self) -> Steps:
-        sequence, intake = self._live.sequence, self._live.intake
-        started, num_tokens, accepted = time.monotonic(), 0, False
-        reused_before = self._live.reuse.num_tokens
-
-        def progress() -> Progress:
-            elapsed = max(time.monotonic() - started, 1e-9)
-            rate = num_tokens / elapsed
-            num_reused = self._live.reuse.num_tokens - reused_before
-            return Progress(num_tokens, sequence.num_computed, intake.text_chars, rate, num_reused)
-
-        while (item := (yield NEED_ITEM)) is not END:
-            for piece in pieces(item):
-                accepted = True
-                intake.accept(piece)
-                while sequence.num_pending > self._live.prefill_chunk:
-                    num_tokens += yield from self._take_or_compute()
-                    yield progress()
-        if not accepted:
-            raise InputError("items", "", "an empty feed", "Feed at least one character or token.")
-        while sequence.num_pending > 1:
-            num_tokens += yield from self._take_or_compute()
-        yield progress()
-
-    def _score(self) -> Steps:
-        decoder, accepted = self._live.decoder(), False
-        first_is_new = self._live.sequence.num_tokens == 0
-        yield from self._compute_all()
-        while (item := (yield NEED_ITEM)) is not END:
-            for piece in pieces(item):
-                accepted = True
-                self._live.intake.accept(piece)
-                if first_is_new and self._live.sequence.num_tokens:
-                    first_is_new = False
-                    yield self._first_score(decoder)
-                yield from self._score_pending(decoder)
-        if not accepted:
-            raise _nothing_to_score()
-        self._live.intake.flush()
-        if first_is_new:
-            yield self._first_score(decoder)
-        yield from self._score_pending(decoder)
-
-    def _score_chunks(self) -> Steps:
-        scoring = ChunkScoring(self._live, is_new=self._live.sequence.num_tokens == 0)
-        yield from self._compute_all()
-        while (item := (yield NEED_ITEM)) is not END:
-            yield from scoring.read(item)
-        if not scoring.has_accepted:
-            raise _nothing_to_score()
-        yield from scoring.finish()
-
-    def _first_score(self, decoder: IncrementalDecoder) -> Score:
-        """The first token of a stream has nothing before it."""
-        [token_id] = self._live.sequence.next_ids(1)
-        return Score(token_id, decoder.push(token_id), 0, None)
-
-    def _score_pending(self, decoder: IncrementalDecoder) -> Steps:
-        sequence = self._live.sequence
-        while sequence.num_pending > 1:
-            chunk = min(sequence.num_pending - 1, self._live.next_chunk())
-            token_ids = sequence.next_ids(chunk + 1)[1:]
-            first = sequence.num_computed + 1
-            logprobs = yield self._compute(chunk, Wanted.SCORES)
-            for offset, (token_id, logprob) in enumerate(
-                zip(token_ids, logprobs.tolist(), strict=True)
-            ):
-                yield Score(token_id, decoder.push(token_id), first + offset, logprob)
-
-    def _generate(self, params: SamplingParams) -> Steps:
-        sequence, intake = self._live.sequence, self._live.intake
-        intake.flush()
-        if sequence.num_tokens == 0:
-            raise SessionError(
-                f"session {self.name!r} is empty: there is nothing to go on from. "
-                "Feed some text or say something first."
-            )
-        params = resolve_seed(params)
-        decoder, eos_ids = self._live.decoder(), self._live.eos_ids
-        generation = Generation(params, decoder, eos_ids, intake.turn_stops)
-
-        def choose(logits: Any) -> object:
-            return sample(logits, params, sequence.num_tokens, sequence.recent_ids)
-
-        ended = False
-
-        def end_turn() -> None:
-            nonlocal ended
-            ended = True
-            self._live.end_turn(params, generation.finish_reason)
-
-        try:
-            if self.mode != "window" and not self._live.goes_on_answering():
-                # The question chooses what its answer attends to.
-                yield from self._compute_all()
-                yield Call(lambda: self._live.executor.choose_blocks(sequence))
-            while generation.finish_reason is None:
-                yield from self._take_stored()
-                while sequence.num_pending > self._live.prefill_chunk:
-                    yield from self._take_or_compute()
-                pending = sequence.num_pending
-                token = yield self._compute(pending, Wanted.LOGITS, choose, params)
-                token_index = sequence.num_tokens
-                intake.generated(token.token_id)
-                delta = generation.push(token, token_index)
-                if generation.finish_reason is not None:
-                    # Waiting for the disk is the engine's thread's business, not the caller's.
-                    yield Call(end_turn)
-                yield delta
-        finally:
-            if not ended:
-                end_turn()
-
-    def _say(self, text: str, role: str) -> Steps:
-        self._live.intake.turn(role, text)
-        yield from self._compute_all()
-
-    def _keep(self, text: str) -> Steps:
-        self._live.intake.keep(text)
-        yield from self._compute_all()
-
-    def _compute_all(self) -> Steps:
-        sequence = self._live.sequence
-        while sequence.num_pending > 1:
-            yield from self._take_or_compute()
-
-    def _take_or_compute(self) -> Part:
-        """Bring the stream on by what the tiers hold, or by a chunk; returns tokens."""
-        num_reused: int = yield from self._take_stored()
-        if num_reused:
-            return num_reused
-        chunk = min(self._live.sequence.num_pending - 1, self._live.next_chunk())
-        yield self._compute(chunk)
-        return chunk
-
-    def _take_stored(self) -> Part:
-        """Take stored blocks for pending tokens; returns tokens that need not be computed now."""
-        num_tokens, reuse = 0, self._live.reuse
-        while (run := reuse.find()) is not None:
-            with reuse.taking(run, self._live.after_step) as taking:
-                while (taken := (yield Call(taking.step))) is None:
-                    pass
-            if not taken:
-                break
-            num_tokens += taken
-        return num_tokens
-
-    def _compute(
-        self,
-        num_tokens: int,
-        wanted: Wanted = Wanted.NOTHING,
-        on_logits: Callable[[Any], object] | None = None,
-        params: SamplingParams | None = None,
-    ) -> Compute:
-        after = self._live.after_step
-        return Compute(self._live.sequence, num_tokens, wanted, on_logits, after, params)
-
     def _alone(self, function: Callable[[], object], what: str) -> None:
         """Call a function on this thread while nothing of the session is under way."""
 
@@ -497,10 +332,6 @@ class Session:
                 self._live.sleep()
         finally:
             self._on_close(self)
-
-
-def _nothing_to_score() -> InputError:
-    return InputError("items", "", "nothing to score", "Pass at least one character.")
 
 
 def _as_items(items: Any) -> Iterable[Any]:
