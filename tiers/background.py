@@ -14,6 +14,7 @@ from streamkv.errors import InputError, StoreError
 from streamkv.tiers.jobs import Checkpoint, Collect, Demote, Forget, Job
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import Claims, Policy
+from streamkv.tiers.prefetch import Prefetching
 from streamkv.tiers.residents import Residents
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.transfer import Completion
@@ -30,6 +31,7 @@ class Background:
         lower: the tiers below; only the worker changes them.
         policy: what is kept.
         counters: where `dropped` is counted.
+        prefetching: what is being read from ssd into memory, where nothing deleted may come.
 
     Attributes:
         writer: the thread and its queue.
@@ -42,12 +44,14 @@ class Background:
         lower: LowerTiers,
         policy: Policy,
         counters: Counters,
+        prefetching: Prefetching,
     ) -> None:
         self._condition = condition
         self._residents = residents
         self._lower = lower
         self._policy = policy
         self._counters = counters
+        self._prefetching = prefetching
         self._claims = Claims()
         self._copying: dict[BlockKey, Demote] = {}
         self._unwanted: set[BlockKey] = set()
@@ -108,6 +112,7 @@ class Background:
     def check_integrity(self) -> None:
         """Assert that nothing is left over once the worker is quiet."""
         self._claims.check_integrity()
+        self._prefetching.check_integrity()
         if self.writer.is_quiet():
             assert not self._copying and not self._unwanted, "a job was never finished"
             assert self._residents.num_holds == 0, "a block is held by nobody"
@@ -205,8 +210,8 @@ class Background:
         with self._condition:
             keys = {*self._claims.forget(job.session), *job.keys}
             unused = [key for key in keys - job.spared if not self._is_used(key)]
-            self._lower.delete_in_memory(unused)
-        self._lower.delete_stored(unused)
+            self._delete_in_memory(unused)
+        self._delete_stored(unused)
         job.ticket.resolve(durable=self._lower.has_ssd)
 
     def _is_used(self, key: BlockKey) -> bool:
@@ -217,5 +222,15 @@ class Background:
             unused = [key for key in self._unwanted if not self.keeps(key)]
             self._unwanted.clear()
             # A block sealed again from here on must not find the copy that is about to go.
-            self._lower.delete_in_memory(unused)
-        self._lower.delete_stored(unused)
+            self._delete_in_memory(unused)
+        self._delete_stored(unused)
+
+    def _delete_in_memory(self, keys: list[BlockKey]) -> None:
+        # Until they are gone from the ssd, too, they could be read from there into memory again.
+        self._prefetching.bar(keys)
+        self._lower.delete_in_memory(keys)
+
+    def _delete_stored(self, keys: list[BlockKey]) -> None:
+        self._lower.delete_stored(keys)
+        with self._condition:
+            self._prefetching.unbar(keys)

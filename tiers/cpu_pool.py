@@ -143,13 +143,20 @@ class CpuPool:
                     with self._mutex:
                         return self._take(key)
 
-    def publish(self, block: CpuBlock) -> None:
-        """List a reserved block that has been filled. It stays locked."""
+    def publish(self, block: CpuBlock) -> bool:
+        """List a reserved block that has been filled. It stays locked.
+
+        Returns False if another block of this key is listed already: this one then stays as it is,
+        found by nobody, and its memory is reused once it is unlocked.
+        """
         with self._mutex:
-            assert not block.listed and block.key not in self._index, "published twice"
+            assert not block.listed, "published twice"
+            if block.key in self._index:
+                return False
             block.listed = True
             self._index[block.key] = block
             self._num_unlisted -= 1
+            return True
 
     def lock(self, key: BlockKey) -> CpuBlock | None:
         """Find a block and keep it from eviction and reuse until `unlock`. None: not here."""

@@ -1,9 +1,10 @@
 """The tiers below the gpu pool as one place: cpu pool first, ssd below, either may be missing.
 
 Invariant: `put`, `checkpoint`, `delete` and `write_oldest` are called by one thread, the worker;
-`read` by any. A block that `retain` wants on ssd stays locked in the cpu pool until it is there.
-When the ssd tier fails, writing to it ends for this process, said once in the log and counted; the
-cpu pool then evicts its oldest blocks freely, and what the ssd already holds can still be read.
+`lock`, `promote` and reads by any. A block that `retain` wants on ssd stays locked in the cpu pool
+until it is there. When the ssd tier fails, writing to it ends for this process, said once in the
+log and counted; the cpu pool then evicts its oldest blocks freely, and what the ssd already holds
+can still be read.
 This module does not know who uses a block nor who waits for it.
 """
 
@@ -18,7 +19,7 @@ from streamkv.tiers.jobs import Wanted
 from streamkv.tiers.policy import Place, Policy
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.store import Store
-from streamkv.tiers.transfer import Transfer
+from streamkv.tiers.transfer import Completion, Transfer
 from streamkv.tiers.usage import Counters
 
 _log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class LowerTiers:
         cpu_pool: None or without room: blocks go straight to ssd.
         ssd: None: old blocks are evicted from the cpu pool and gone.
         policy: what goes where.
-        counters: where `demotions`, `writes`, `dropped`, `ssd_disabled`, `read_errors`,
-            `cpu_reads`, `ssd_reads` are counted.
+        counters: where `demotions`, `writes`, `dropped`, `ssd_disabled`, `read_errors` are
+            counted.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LowerTiers:
         return self._cpu is not None and self._cpu.contains(key)
 
     def where(self, key: BlockKey) -> Place | None:
-        """Where `read` would find a block, as far as is known unread."""
+        """Where a block would be found, as far as is known unread."""
         if self.holds_in_memory(key):
             return "cpu"
         try:
@@ -76,23 +77,40 @@ class LowerTiers:
         except (StoreError, OSError):
             return None
 
-    def read(self, key: BlockKey, block_id: int) -> bool:
-        """Copy a block from the cpu pool, else from ssd, into a gpu block.
+    def lock(self, key: BlockKey) -> CpuBlock | None:
+        """A block of the cpu pool, to be copied and then unlocked; None if it has none."""
+        return self._cpu.lock(key) if self._cpu else None
 
-        Returns False on a miss: no tier holds the block, or what the ssd holds is damaged. The gpu
-        block's contents are then undefined.
+    def promote(self, block: CpuBlock, block_id: int) -> Completion:
+        """Copy a locked block of the cpu pool into a gpu block."""
+        assert self._cpu is not None
+        return self._transfer.promote(self._cpu.data(block), block_id)
+
+    def unlock(self, block: CpuBlock) -> None:
+        """The copy of a locked block has finished."""
+        self._unlock(block)
+
+    def read_stored(self, key: BlockKey, block_id: int) -> bool:
+        """Read a block from ssd into a gpu block; False is a miss, contents are then undefined."""
+        if self._ssd is None:
+            return False
+        with self._transfer.filling(block_id) as out:
+            return self.read_into(key, out)
+
+    def read_into(self, key: BlockKey, out: Bytes) -> bool:
+        """Read a block from ssd into host memory, uint8 `[block_bytes]`.
+
+        Returns False on a miss: the ssd does not hold the block, what it holds is damaged, or it
+        failed, which is counted and logged. The contents are then undefined.
         """
-        block = self._cpu.lock(key) if self._cpu else None
-        if self._cpu and block:
-            try:
-                self._transfer.promote(self._cpu.data(block), block_id).wait()
-            finally:
-                self._cpu.unlock(block)
-            self._counters.add("cpu_reads")
-            return True
-        found = self._read_ssd(key, block_id)
-        self._counters.add("ssd_reads", int(found))
-        return found
+        if self._ssd is None:
+            return False
+        try:
+            return self._ssd.read(key, out)
+        except (StoreError, OSError) as error:
+            self._counters.add("read_errors")
+            _log.warning("reading a block from ssd failed and counts as a miss: %s", error)
+            return False
 
     def put(self, key: BlockKey, block_id: int) -> bool:
         """Copy a sealed gpu block one tier down. Returns False if no tier has room for it."""
@@ -100,7 +118,10 @@ class LowerTiers:
             return True
         block = self._reserve(key)
         if block is not None:
-            self._fill(block, block_id)
+            if not self._fill(block, block_id):
+                # It was read ahead meanwhile, and what came from the ssd is there.
+                self._unlock(block)
+                return True
             self._publish(block)
             self._counters.add("demotions")
             return True
@@ -222,17 +243,6 @@ class LowerTiers:
         assert self.has_ssd or not self._unstored, "blocks wait for an ssd that is not written to"
         assert len(self._unstored) <= self._cpu.num_blocks
 
-    def _read_ssd(self, key: BlockKey, block_id: int) -> bool:
-        if self._ssd is None:
-            return False
-        try:
-            with self._transfer.filling(block_id) as out:
-                return self._ssd.read(key, out)
-        except (StoreError, OSError) as error:
-            self._counters.add("read_errors")
-            _log.warning("reading a block from ssd failed and counts as a miss: %s", error)
-            return False
-
     def _reserve(self, key: BlockKey) -> CpuBlock | None:
         if self._cpu is None:
             return None
@@ -240,14 +250,15 @@ class LowerTiers:
             self._write_unstored(self._policy.batch_blocks)
         return block
 
-    def _fill(self, block: CpuBlock, block_id: int) -> None:
+    def _fill(self, block: CpuBlock, block_id: int) -> bool:
+        """Copy a gpu block into a reserved one, and list that unless another one is listed."""
         assert self._cpu is not None
         try:
             self._transfer.demote(block_id, self._cpu.data(block)).wait()
         except BaseException:
             self._cpu.unlock(block)
             raise
-        self._cpu.publish(block)
+        return self._cpu.publish(block)
 
     def _publish(self, block: CpuBlock) -> None:
         key = block.key
@@ -259,10 +270,14 @@ class LowerTiers:
     def _keep_one(self, key: BlockKey, block_id: int | None) -> CpuBlock | None:
         if self._cpu is None:
             return None
-        block = self._cpu.lock(key)
-        if block is None and block_id is not None and (block := self._reserve(key)) is not None:
-            self._fill(block, block_id)
-            self._counters.add("demotions")
+        while (block := self._cpu.lock(key)) is None and block_id is not None:
+            block = self._reserve(key)
+            if block is None:
+                return None
+            if self._fill(block, block_id):
+                self._counters.add("demotions")
+                return block
+            self._unlock(block)  # it was read ahead meanwhile: lock that
         return block
 
     def _store_missing(self, wanted: Sequence[Wanted]) -> int:

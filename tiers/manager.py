@@ -1,7 +1,8 @@
 """The tier manager: a block's life from the gpu pool down and back.
 
     allocate -> (filled by the model) -> seal -> [copied down in the background] -> drop
-                                                        restore <- cpu pool, else ssd
+                                                 fetch, restore <- cpu pool, else ssd
+                                                       prefetch:   cpu pool  <-   ssd
 
 Invariant: a gpu block is reused only after every owner gave it back and every copy of it has
 finished. A sealed block may be restored from the moment it is sealed until it is evicted, and what
@@ -16,7 +17,6 @@ and no tokens.
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -28,13 +28,16 @@ from streamkv.tiers.jobs import Checkpoint, CheckpointTicket, Forget, Wanted
 from streamkv.tiers.keys import is_partial
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import OnPressure, Place, Policy, Retain
+from streamkv.tiers.prefetch import Prefetching
 from streamkv.tiers.residents import Residents
+from streamkv.tiers.restoring import Restoring, Target
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.store import Store
 from streamkv.tiers.transfer import Transfer
 from streamkv.tiers.usage import Counters, TierUsage
 
-_READ_THREADS = 4  # cold reads measured: 0.92 GB/s with one thread, 1.35 with four
+READ_LIMIT_S = 30.0
+"""After so long a read from ssd is given up: disks answer in milliseconds, or hang."""
 
 _COUNTERS = (
     "promotions",  # blocks read back into the gpu pool from a lower tier
@@ -47,15 +50,18 @@ _COUNTERS = (
     "writes",  # blocks written to ssd
     "read_errors",  # reads of the ssd that failed and count as misses
     "ssd_disabled",  # times that writing to the ssd was given up
+    "reads_given_up",  # reads of the ssd that took too long and count as misses
+    "prefetched",  # blocks read ahead from ssd into the cpu pool
+    "prefetch_skipped",  # prefetches that did not begin: no room, too many, or due before
 )
 
 
 class TierManager:
     """Moves blocks between the gpu pool, the cpu pool and the ssd. A context manager.
 
-    The manager owns its worker thread; pools and the ssd tier belong to the caller, who closes the
-    manager first. Methods are safe to call from several threads; one block has one caller at a
-    time.
+    The manager owns its worker and the threads that read from ssd; pools and the ssd tier belong to
+    the caller, who closes the manager first. Methods are safe to call from several threads; one
+    block has one caller at a time.
 
     Args:
         spec: layout of a block, the same in every tier.
@@ -67,6 +73,7 @@ class TierManager:
         watermark: share of the cpu pool that blocks not yet on ssd may take.
         max_pending: copies and checkpoints that may wait for the worker.
         transfer: how blocks are copied; by default plain copies.
+        read_limit_s: seconds after which a read from ssd is given up.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class TierManager:
         watermark: float = 0.75,
         max_pending: int = 32,
         transfer: Transfer | None = None,
+        read_limit_s: float = READ_LIMIT_S,
     ) -> None:
         self._block_bytes = spec.block_bytes
         self._free_list = gpu_pool.free_list
@@ -92,10 +100,33 @@ class TierManager:
         self._lower = LowerTiers(self._transfer, cpu_pool, ssd, self._policy, self._counters)
         self._residents = self._make_residents()
         self._condition = threading.Condition()
+        self._prefetching = Prefetching(
+            self._condition,
+            cpu_pool if ssd is not None else None,
+            self._lower.read_into,
+            lambda key: self._background.keeps(key),
+            self._counters,
+            read_limit_s,
+        )
         self._background = Background(
-            self._condition, self._residents, self._lower, self._policy, self._counters
+            self._condition,
+            self._residents,
+            self._lower,
+            self._policy,
+            self._counters,
+            self._prefetching,
         )
         self._writer = self._background.writer
+        self._restoring = Restoring(
+            self._condition,
+            self._residents,
+            self._background,
+            self._lower,
+            self._prefetching,
+            self._transfer,
+            self._counters,
+            read_limit_s,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +151,7 @@ class TierManager:
         """
         with self._condition:
             while self._free_list.num_free == 0:
-                if self._residents.num_leaving == 0:
+                if not self._is_one_leaving():
                     raise PoolFullError(
                         f"all {self._free_list.num_blocks} gpu blocks are in use; "
                         "close a session or use a larger gpu_bytes"
@@ -179,19 +210,62 @@ class TierManager:
 
         A restored sealed block counts as sealed; the record of an open block does not.
 
-        Returns False on a miss; the block's contents are then undefined.
+        Returns False on a miss; the block is then to be freed. Its contents are undefined, and a
+        read that was given up may still write to it until its id is given out anew.
         """
-        if self._copy_resident(key, block_id):
-            self._counters.add("shared")
-        elif self._lower.read(key, block_id):
-            self._counters.add("promotions")
-        else:
-            self._counters.add("misses")
-            return False
-        if not is_partial(key):
-            with self._condition:
-                self._residents.seal(block_id, key)
-        return True
+        return self.restore_many([(key, block_id)])[0]
+
+    def restore_many(self, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
+        """`restore` for (key, block_id) pairs, several at a time; results in their order."""
+        targets = [Target(key, block_id) for key, block_id in wanted]
+        found = self._restoring.restore(targets)
+        with self._condition:
+            for target, is_there in zip(targets, found, strict=True):
+                if is_there and not is_partial(target.key):
+                    self._residents.seal(target.block_id, target.key)
+        return found
+
+    def fetch(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """Gpu blocks, newly allocated, that hold what the tiers have under these names.
+
+        What is in memory is copied on this thread; what only the ssd holds is read by up to four
+        threads at the same time. A block that is being prefetched is waited for, which is counted.
+        No wait for one read lasts longer than the limit: it is then given up, logged and counted as
+        `reads_given_up`. Nothing can be written over by a read that ends later: its block is held
+        until then, so that nobody owns it (see `restoring`).
+
+        Returns:
+            The block of each key, in order, with one owner: the caller, who gives it back by `drop`
+            (by `free` if the key is a partial one). None where no tier has it.
+
+        Raises:
+            PoolFullError: the gpu pool has no room for all of them. Nothing is kept of the others,
+                as after any other error.
+        """
+        block_ids: list[int] = []
+        try:
+            block_ids.extend(self.allocate() for _ in keys)
+            found = self.restore_many(list(zip(keys, block_ids, strict=True)))
+        except BaseException:
+            self._give_back(block_ids)
+            raise
+        pairs = list(zip(block_ids, found, strict=True))
+        self._give_back(block_id for block_id, is_there in pairs if not is_there)
+        return [block_id if is_there else None for block_id, is_there in pairs]
+
+    def prefetch(self, keys: Iterable[BlockKey]) -> None:
+        """Have blocks that only the ssd holds read into the cpu pool, before they are due.
+
+        Returns at once, and what goes wrong is no error: without room in the cpu pool, with too
+        many pending or once closed, a block is skipped and counted, and read when it is due. It may
+        be evicted from the cpu pool like any other.
+        """
+        with self._condition:
+            for key in keys:
+                if self._background.copy_of(key) or self._residents.find(key) is not None:
+                    continue
+                if not self._lower.holds_in_memory(key):
+                    self._prefetching.ask(key)
 
     def where(self, key: BlockKey) -> Place | None:
         """The fastest tier that a restore would find a block in, as far as is known unread."""
@@ -199,14 +273,6 @@ class TierManager:
             if self._background.copy_of(key) or self._residents.find(key) is not None:
                 return "gpu"
         return self._lower.where(key)
-
-    def restore_many(self, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
-        """`restore` for (key, block_id) pairs, several at a time; results in their order."""
-        if len(wanted) < 2:
-            return [self.restore(key, block_id) for key, block_id in wanted]
-        num_threads = min(_READ_THREADS, len(wanted))
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="streamkv-restore") as readers:
-            return list(readers.map(lambda pair: self.restore(*pair), wanted))
 
     def checkpoint(self, session: str, blocks: Sequence[Wanted]) -> CheckpointTicket:
         """Make what a session's resume needs durable, in the background.
@@ -310,24 +376,28 @@ class TierManager:
         counted["evictions"] = self._cpu_pool.num_evictions if self._cpu_pool is not None else 0
         counted["waits"] = self._writer.waits
         counted["wait_ms"] = self._writer.wait_ms
+        counted["prefetch_waits"] = self._prefetching.waits
+        counted["prefetch_wait_ms"] = int(1000 * self._prefetching.waited_s)
         return counted
 
     def check_integrity(self) -> None:
         """Assert that owners and copies account for every gpu block; once quiet, the tiers below.
 
-        Only while no `restore` is under way.
+        Only while no block is being read into the gpu pool.
         """
         with self._condition:
             self._residents.check_integrity()
             self._background.check_integrity()
 
     def close(self, *, drain: bool = True) -> None:
-        """Stop the worker. Idempotent; afterwards blocks can be given back and restored, no more.
+        """Stop the threads. Idempotent; afterwards blocks can be given back and restored, no more.
 
         Args:
             drain: finish what is pending, write what `retain` wants on ssd, and sync. Otherwise
                 only the job under way is finished, and tickets raise `EngineClosedError`.
         """
+        self._prefetching.close()
+        self._restoring.close()
         running = self._writer.is_running()
         self._writer.close(drain=drain)
         if drain and running:
@@ -349,7 +419,11 @@ class TierManager:
         return True
 
     def _may_allocate(self) -> bool:
-        return self._free_list.num_free > 0 or self._residents.num_leaving == 0
+        return self._free_list.num_free > 0 or not self._is_one_leaving()
+
+    def _is_one_leaving(self) -> bool:
+        """Whether waiting brings a block; one that a hanging read may still write to does not."""
+        return self._residents.num_leaving > self._restoring.num_stuck
 
     def _submit_checkpoint(self, session: str | None, blocks: Sequence[Wanted]) -> CheckpointTicket:
         job = Checkpoint(session, list(blocks), self._transfer.written())
@@ -363,20 +437,9 @@ class TierManager:
                 self._background.checkpoint(job)
         return job.ticket
 
-    def _copy_resident(self, key: BlockKey, block_id: int) -> bool:
-        """Restore from a gpu block of the same name, or one that is still being copied down."""
+    def _give_back(self, block_ids: Iterable[int]) -> None:
+        """Give unsealed blocks back."""
         with self._condition:
-            job = self._background.copy_of(key)
-            source = job.block_id if job is not None else self._residents.find(key)
-            if source is None:
-                return False
-            self._residents.hold(source)
-        try:
-            if job is not None:
-                job.written.wait()
-            self._transfer.copy(source, block_id).wait()
-        finally:
-            with self._condition:
-                self._residents.unhold(source)
-                self._condition.notify_all()
-        return True
+            for block_id in block_ids:
+                self._residents.give_back(block_id)
+            self._condition.notify_all()

@@ -42,4 +42,5 @@ class FakePageLock:
     def holds(self, row: NDArray[np.uint8]) -> bool:
         """Whether a row of bytes lies wholly in one piece, where one copy may read it."""
         first, end = row.ctypes.data, row.ctypes.data + row.nbytes
-        return any(begin <= first and end <= begin + n for begin, n in self.pieces.items())
+        # A copy: another thread may be registering a piece.
+        return any(begin <= first and end <= begin + n for begin, n in list(self.pieces.items()))
