@@ -4,10 +4,10 @@ Invariant: what a sequence's table names as recalled is owned once for it, at ev
 goes wrong. A block that no tier has is absent: counted, never an answer.
 """
 
-from streamkv.live_blocks import read_block
 from streamkv.recall_stream import RecallStream
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
+from streamkv.tiers.spec import BlockKey
 
 
 class Installer:
@@ -38,25 +38,38 @@ class Installer:
                 self._tiers.drop(recalled[index])
         # What is given back must not be read, whatever goes wrong from here on.
         recalled.set(kept)
+        away = dict[int, BlockKey]()
         for index in blocks:
-            if index not in kept:
-                block_id = self._restored(sequence, stream, index)
-                if block_id is not None:
-                    kept[index] = block_id
-                    recalled.set(kept)
+            key = _key(stream, index)
+            if index in kept or key is None:
+                # Without a key: chosen before a restart that has lost its digest.
+                continue
+            if _is_live(sequence, index, key):
+                kept[index] = sequence.table[index].block_id
+                self._tiers.share(kept[index])
+            else:
+                away[index] = key
+        recalled.set(kept)
+        found = self._tiers.fetch(list(away.values()))
+        kept.update({at: block for at, block in zip(away, found, strict=True) if block is not None})
+        recalled.set(kept)
+        self.num_absent += len(blocks) - len(kept)
         stream.attended.update(kept)
 
-    def _restored(self, sequence: Sequence, stream: RecallStream, block_index: int) -> int | None:
-        """The block in the gpu pool, with one more owner; `None` if it is absent."""
-        key = stream.index.key(block_index) if block_index < len(stream.index) else None
-        if key is None:
-            # Chosen before a restart that has lost its digest.
-            self.num_absent += 1
-            return None
-        if block_index in sequence.table and sequence.table[block_index].key == key:
-            block_id = sequence.table[block_index].block_id
-            self._tiers.share(block_id)
-            return block_id
-        read = read_block(self._tiers, key)
-        self.num_absent += read is None
-        return read
+    def stage(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
+        """These blocks are chosen and not due yet: have the tiers bring them nearer meanwhile."""
+        recalled = sequence.table.recalled
+        keys = ((index, _key(stream, index)) for index in blocks if index not in recalled)
+        self._tiers.prefetch(
+            [key for index, key in keys if key is not None and not _is_live(sequence, index, key)]
+        )
+
+
+def _key(stream: RecallStream, block_index: int) -> BlockKey | None:
+    """The name that a block can be recalled by."""
+    return stream.index.key(block_index) if block_index < len(stream.index) else None
+
+
+def _is_live(sequence: Sequence, block_index: int, key: BlockKey) -> bool:
+    """Whether the sequence has the block in its window, by that name."""
+    return block_index in sequence.table and sequence.table[block_index].key == key

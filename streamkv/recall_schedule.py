@@ -112,6 +112,10 @@ class RecallSchedule:
             self._choices.pop()
         self._choices.append(choice)
 
+    def next_choice(self) -> Choice | None:
+        """The first choice that was not taken yet."""
+        return self._choices[0] if self._choices else None
+
     def is_due(self, token_index: int) -> bool:
         """Whether there is a choice for `token_index` that was not taken yet."""
         return bool(self._choices) and self._choices[0].token_index <= token_index

@@ -18,7 +18,7 @@ from streamkv.journal_records import Chosen, ModeSet
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_history import RecallHistory
 from streamkv.recall_log import RecallLog
-from streamkv.recall_schedule import Choosing, RecallSchedule
+from streamkv.recall_schedule import Choice, Choosing, RecallSchedule
 from streamkv.recalled import PositionPolicy
 
 
@@ -34,6 +34,7 @@ class RecallStream:
         mode: in force for the next token to compute.
         due: modes that begin at later tokens, which are accepted and not yet computed.
         unwritten: choices that are not in the log yet, as (token_index, made_at, choosing).
+        staged: the newest choice whose blocks were asked for ahead of their use.
         last_made_at: tokens that were computed at the newest choice.
         num_digested: sealed blocks that were looked at since the stream was opened.
         unfiled: blocks whose digests are not in their file yet.
@@ -47,6 +48,7 @@ class RecallStream:
     mode: ModeSet
     due: deque[ModeSet] = field(default_factory=deque)
     unwritten: list[tuple[int, int, Choosing]] = field(default_factory=list)
+    staged: Choice | None = None
     last_made_at: int = -1
     num_digested: int = 0
     unfiled: set[int] = field(default_factory=set)

@@ -297,6 +297,7 @@ class Recaller:
         num_computed = sequence.num_computed
         if stream.chooses_at(num_computed) and not sequence.attends_to_all:
             self._choose(sequence, stream, num_computed + stream.schedule.stride)
+        self._settle(sequence, stream)
         self._set_boundary(sequence, stream)
 
     def before_checkpoint(self, sequence: Sequence) -> None:
@@ -352,6 +353,7 @@ class Recaller:
         if in_force is not None and not sequence.attends_to_all:
             self.installer.install(sequence, stream, in_force.blocks)
             stream.schedule.take(num_computed)
+        self._settle(sequence, stream)
         self._set_boundary(sequence, stream)
 
     def _enter_due(self, sequence: Sequence, stream: RecallStream) -> None:
@@ -387,7 +389,14 @@ class Recaller:
         stream.schedule.put(Choice(token_index, choosing))
         stream.last_made_at = sequence.num_computed
         stream.unwritten.append((token_index, sequence.num_computed, choosing))
-        if all(each.is_known() for _, _, each in stream.unwritten):
+
+    def _settle(self, sequence: Sequence, stream: RecallStream) -> None:
+        """Write what is known now of what was chosen, and have its blocks come nearer."""
+        if stream.unwritten and all(each.is_known() for _, _, each in stream.unwritten):
             # Without room on the disk it is written later, at the latest before it is used.
             with suppress(JournalError):
                 stream.write()
+        ahead = stream.schedule.next_choice()
+        if ahead is not None and ahead is not stream.staged and ahead.choosing.is_known():
+            stream.staged = ahead
+            self.installer.stage(sequence, stream, ahead.choosing.blocks())

@@ -207,7 +207,7 @@ def test_a_read_that_fails_leaves_no_block_without_an_owner(
             raise StoreError("the disk is gone")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._tiers, "restore", fails)
+            patch.setattr(engine._tiers._transfer, "promote", fails)
             session.set_mode("recall")
             with pytest.raises(StoreError, match="the disk is gone"):
                 session.generate(GREEDY).run()

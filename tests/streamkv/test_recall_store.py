@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -357,11 +358,11 @@ def test_a_slow_disk_gives_the_same_tokens(
     tiny_model_dir: Path, tmp_path: Path, calm: dict[str, Any]
 ) -> None:
     """Every read of a stored block waits until the test lets it go on."""
-    may_read, waiting = threading.Semaphore(0), threading.Event()
+    may_read, waiting = threading.Semaphore(0), threading.Semaphore(0)
     ended = threading.Event()
 
     def wait() -> None:
-        waiting.set()
+        waiting.release()
         while not may_read.acquire(timeout=0.05):
             if ended.is_set():
                 return
@@ -379,14 +380,36 @@ def test_a_slow_disk_gives_the_same_tokens(
         thread.start()
         num_reads = 0
         while thread.is_alive():
-            if waiting.wait(0.05):
-                waiting.clear()
+            if waiting.acquire(timeout=0.05):
                 num_reads += 1
                 may_read.release()
         ended.set()
         thread.join()
     assert num_reads > 5
     assert found == calm["tokens"][:60]
+
+
+def test_what_is_chosen_is_read_ahead_while_its_stride_goes_by(
+    tiny_model_dir: Path, tmp_path: Path, calm: dict[str, Any]
+) -> None:
+    """With blocks on the ssd and room in the cpu pool: none is read when it is due."""
+    with Engine(str(tiny_model_dir), options(str(tmp_path))) as engine:
+        engine.session("one").feed([some_ids(NUM_FED)]).run()
+    # Started again, nothing is in memory but the window.
+    with Engine(str(tiny_model_dir), options(str(tmp_path), cpu_bytes="64MiB")) as engine:
+        session = engine.session("one")
+        answer = session.generate(seeded(200))
+        tokens, ssd_reads = list[int | None](), None
+        while len(tokens) < 200:
+            tokens.append(next(answer).token_id)
+            while engine._tiers._prefetching._reads:
+                time.sleep(0.001)
+            if ssd_reads is None:
+                ssd_reads = engine.counters()["ssd_reads"]
+        counted = engine.counters()
+    assert tokens == calm["tokens"]
+    assert counted["ssd_reads"] == ssd_reads
+    assert counted["prefetched"] > 0 and counted["cpu_reads"] > 0
 
 
 def test_blocks_recalled_while_they_are_written_down_are_the_same(
