@@ -11,11 +11,13 @@ class Chosen:
     Args:
         first_block: what places count from.
         places: int64 [n], on the device.
+        shares: float32 [n], likewise: the weight of each.
     """
 
-    def __init__(self, first_block: int, places: Tensor) -> None:
+    def __init__(self, first_block: int, places: Tensor, shares: Tensor) -> None:
         self._first_block = first_block
         self._places = to_host(places)
+        self._shares = to_host(shares)
         self._arrival = Arrival(places.device)
 
     def is_known(self) -> bool:
@@ -24,5 +26,15 @@ class Chosen:
 
     def blocks(self) -> tuple[int, ...]:
         """Block indices, ascending; waits for them."""
+        return tuple(index for index, _ in self._ascending())
+
+    def weights(self) -> tuple[float, ...]:
+        """Weight of each, in the same order; waits for them."""
+        return tuple(share for _, share in self._ascending())
+
+    def _ascending(self) -> list[tuple[int, float]]:
         self._arrival.wait()
-        return tuple(sorted(self._first_block + place for place in self._places.tolist()))
+        places, shares = self._places.tolist(), self._shares.tolist()
+        return sorted(
+            (self._first_block + at, share) for at, share in zip(places, shares, strict=True)
+        )

@@ -163,20 +163,20 @@ class DigestIndex:
         num_sinks = max(0, num_sinks - first_block * block_size)
         blocks = range(first_block, min(end_block, len(self)))
         missing = [index for index in blocks if self._keys[index] is None]
-        if len(blocks) - len(missing) <= num_blocks:
-            left_out = set(missing)
-            return Known(tuple(index for index in blocks if index not in left_out))
+        num_chosen = min(num_blocks, len(blocks) - len(missing))
+        if num_chosen == 0:
+            return Known(())
         pages = list(self._cut(blocks.start, blocks.stop))
         weights = block_weights(queries, pages, rows, *angles, scales, num_sinks)
         # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
         steps = len(blocks) * TIE_STEPS / weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        weights = weights.mul(steps).round()
+        ranks = weights.mul(steps).round()
         if missing:
             places = torch.tensor([index - first_block for index in missing])
-            weights.index_fill_(0, to_device(places, weights.device), -1.0)
+            ranks.index_fill_(0, to_device(places, ranks.device), -1.0)
         # On a tie the earlier block.
-        order = weights.sort(descending=True, stable=True).indices[:num_blocks]
-        return Chosen(first_block, order)
+        order = ranks.sort(descending=True, stable=True).indices[:num_chosen]
+        return Chosen(first_block, order, weights[order])
 
     def _cut(self, first_block: int, end_block: int) -> Iterator[Tensor]:
         """Digests of these blocks, in pieces [rows, blocks, block_size, head_dim]."""

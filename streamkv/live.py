@@ -136,9 +136,9 @@ class LiveStream:
         if recaller is None:
             return []
         size, found = self.sequence.block_size, []
-        for index in recaller.attended(self.sequence):
+        for index, weight in recaller.attended(self.sequence):
             start, end = index * size, (index + 1) * size
-            found.append(Attended(start, end, self._text(start, end)))
+            found.append(Attended(start, end, self._text(start, end), weight))
         return found
 
     def _text(self, start: int, end: int) -> str:

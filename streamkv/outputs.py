@@ -113,11 +113,14 @@ class Attended(NamedTuple):
     Attributes:
         start, end: its token indices, half-open.
         text: what it says, as far as the session remembers its ids.
+        weight: which share of their attention the heads that choose would give it, 0 to 1, the
+            largest of all choices it was part of; `None` for a choice made before a restart.
     """
 
     start: int
     end: int
     text: str
+    weight: float | None
 
 
 @dataclass(frozen=True, slots=True)

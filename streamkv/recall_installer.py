@@ -4,6 +4,7 @@ Invariant: what a sequence's table names as recalled is owned once for it, at ev
 goes wrong. A block that no tier has is absent: counted, never an answer.
 """
 
+from streamkv.recall_schedule import Choosing
 from streamkv.recall_stream import RecallStream
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
@@ -24,13 +25,13 @@ class Installer:
         self.num_absent = 0
         self._tiers = tiers
 
-    def install(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
-        """Have exactly these blocks recalled, as far as they are to be had.
+    def install(self, sequence: Sequence, stream: RecallStream, choosing: Choosing) -> None:
+        """Have exactly the chosen blocks recalled, as far as they are to be had.
 
         Raises:
             PoolFullError: the gpu pool has no room; what is not chosen has been given back.
         """
-        recalled = sequence.table.recalled
+        recalled, blocks = sequence.table.recalled, choosing.blocks()
         wanted = set(blocks)
         kept = {index: recalled[index] for index in recalled if index in wanted}
         for index in list(recalled):
@@ -54,7 +55,10 @@ class Installer:
         kept.update({at: block for at, block in zip(away, found, strict=True) if block is not None})
         recalled.set(kept)
         self.num_absent += len(blocks) - len(kept)
-        stream.attended.update(kept)
+        weights = dict(zip(blocks, choosing.weights(), strict=False))
+        for index in kept:
+            known = [stream.attended.get(index), weights.get(index)]
+            stream.attended[index] = max((each for each in known if each is not None), default=None)
 
     def stage(self, sequence: Sequence, stream: RecallStream, blocks: tuple[int, ...]) -> None:
         """These blocks are chosen and not due yet: have the tiers bring them nearer meanwhile."""

@@ -39,11 +39,23 @@ class Choosing(Protocol):
     def blocks(self) -> tuple[int, ...]:
         """Block indices, ascending; waits for them."""
 
+    def weights(self) -> tuple[float, ...]:
+        """Of each of them, which share of their attention the queries would give it; waits.
+
+        Empty if only the choice is known, as it is written down.
+        """
+
 
 class Known(NamedTuple):
-    """A choice that is known: block indices, ascending."""
+    """A choice that is known.
+
+    Attributes:
+        indices: block indices, ascending.
+        shares: weight of each, or nothing.
+    """
 
     indices: tuple[int, ...]
+    shares: tuple[float, ...] = ()
 
     def is_known(self) -> bool:
         """Always True."""
@@ -52,6 +64,10 @@ class Known(NamedTuple):
     def blocks(self) -> tuple[int, ...]:
         """They."""
         return self.indices
+
+    def weights(self) -> tuple[float, ...]:
+        """Theirs, if they are known."""
+        return self.shares
 
 
 class Choice(NamedTuple):

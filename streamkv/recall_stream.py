@@ -38,7 +38,8 @@ class RecallStream:
         last_made_at: tokens that were computed at the newest choice.
         num_digested: sealed blocks that were looked at since the stream was opened.
         unfiled: blocks whose digests are not in their file yet.
-        attended: blocks recalled since the last answer began.
+        attended: blocks recalled since the last answer began, with the largest weight that each
+            was chosen by; `None` if it is not known any more.
     """
 
     index: DigestIndex
@@ -52,7 +53,7 @@ class RecallStream:
     last_made_at: int = -1
     num_digested: int = 0
     unfiled: set[int] = field(default_factory=set)
-    attended: set[int] = field(default_factory=set)
+    attended: dict[int, float | None] = field(default_factory=dict)
 
     @property
     def newest(self) -> ModeSet:

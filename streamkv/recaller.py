@@ -148,12 +148,12 @@ class Recaller:
             due=deque(stream.due),
             unwritten=list(stream.unwritten),
             unfiled=set(stream.unfiled),
-            attended=set(stream.attended),
+            attended=dict(stream.attended),
         )
         self._streams[forked] = copied
         copied.write()
         log.write(*under_other_salts(log.history, forked.num_computed))
-        attended = set(copied.attended)
+        attended = dict(copied.attended)
         self._go_on(forked, copied)
         copied.attended = attended
         return copied.queries
@@ -222,7 +222,7 @@ class Recaller:
             JournalError: it could not be written; nothing has changed.
         """
         self.turn(sequence, "window", self.options.num_blocks)
-        self.installer.install(sequence, self._streams[sequence], ())
+        self.installer.install(sequence, self._streams[sequence], Known(()))
 
     def choose_now(self, sequence: Sequence) -> None:
         """An answer begins: choose, and have what was asked computed again with the choice.
@@ -262,7 +262,7 @@ class Recaller:
             give_back(self._tiers, sequence.go_back(token_index))
             stream.truncate(token_index // sequence.block_size)
             stream.num_digested = token_index // sequence.block_size
-        stream.schedule.put(Choice(token_index, Known(blocks)))
+        stream.schedule.put(Choice(token_index, Known(blocks, choosing.weights())))
         self.before_step(sequence, token_index)
         self._set_boundary(sequence, stream)
 
@@ -282,7 +282,7 @@ class Recaller:
         choice = stream.schedule.take(start)
         assert choice is not None
         try:
-            self.installer.install(sequence, stream, choice.choosing.blocks())
+            self.installer.install(sequence, stream, choice.choosing)
         except BaseException:
             stream.schedule.put_back(choice)
             raise
@@ -317,16 +317,16 @@ class Recaller:
         found = (index.key(at) for at in range(first_block, min(end_block, len(index))))
         return [key for key in found if key is not None]
 
-    def attended(self, sequence: Sequence) -> list[int]:
-        """Block indices that were attended since the last answer began, ascending."""
+    def attended(self, sequence: Sequence) -> list[tuple[int, float | None]]:
+        """Block indices that were attended since the last answer began, ascending, and weights."""
         stream = self._streams.get(sequence)
-        return sorted(stream.attended) if stream is not None else []
+        return sorted(stream.attended.items()) if stream is not None else []
 
     def give_back(self, sequence: Sequence) -> None:
         """Give back what is recalled now; the next choice brings blocks again."""
         stream = self._streams.get(sequence)
         if stream is not None and not sequence.attends_to_all:
-            self.installer.install(sequence, stream, ())
+            self.installer.install(sequence, stream, Known(()))
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
@@ -351,7 +351,7 @@ class Recaller:
         self._enter(sequence, stream, history.mode_at(num_computed) or self._unset())
         in_force = history.choice_at(num_computed)
         if in_force is not None and not sequence.attends_to_all:
-            self.installer.install(sequence, stream, in_force.blocks)
+            self.installer.install(sequence, stream, Known(in_force.blocks))
             stream.schedule.take(num_computed)
         self._settle(sequence, stream)
         self._set_boundary(sequence, stream)
@@ -364,7 +364,7 @@ class Recaller:
         """A mode begins: with nothing recalled, and the choices that are known for it."""
         stream.mode = mode
         if not sequence.attends_to_all:
-            self.installer.install(sequence, stream, ())
+            self.installer.install(sequence, stream, Known(()))
             recalled = sequence.table.recalled
             recalled.trained_length = self._adapter.trained_length
             recalled.set_policy(policy_of(mode) if stream.is_on else "far")

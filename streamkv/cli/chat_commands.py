@@ -1,10 +1,12 @@
 """What can be typed in a chat besides turns: lines that begin with a slash."""
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from streamkv.cli.feed import Feeder
 from streamkv.cli.stats import show_stats, stats_as_json
+from streamkv.config import ATTENTIONS
 from streamkv.errors import InputError
 
 HELP = (
@@ -13,12 +15,17 @@ HELP = (
     ("/feed FILE", "read a file into the session, each file once"),
     ("/fork NAME", "make a second session that goes on from here by itself"),
     ("/rewind N", "forget all after the first N tokens; /stats says how many there are"),
+    ("/mode MODE", "attend by MODE from here on: window, recall or full"),
+    ("/recalled", "what the last answer attended to besides the window"),
     ("/system", "how the session began"),
     ("/save", "where the session is (it is always saved)"),
     ("/help", "this list"),
     ("/quit", "leave; so does Ctrl-D"),
     ("//...", "a turn that begins with a slash"),
 )
+
+TEXT_CHARS = 90
+"""Of a recalled block that are shown to people; scripts get all."""
 
 SlashCommand = Callable[[str, Feeder], None]
 
@@ -86,6 +93,29 @@ def _rewind(argument: str, feeder: Feeder) -> None:
     feeder.output.note(f"{before - token_index:,} tokens are forgotten, {token_index:,} are left.")
 
 
+def _mode(argument: str, feeder: Feeder) -> None:
+    if not argument:
+        raise InputError("command", "/mode", "no mode", f"Write /mode {', '.join(ATTENTIONS)}.")
+    feeder.session.set_mode(argument)  # type: ignore[arg-type]  # checked there
+    feeder.output.note(f"The session is in mode {feeder.session.mode!r}.")
+
+
+def _recalled(argument: str, feeder: Feeder) -> None:
+    recalled = feeder.session.attended()
+    if not recalled:
+        feeder.output.note("Nothing was recalled for the last answer.")
+    rows = [
+        (
+            f"{block.start:,} to {block.end - 1:,}",
+            "" if block.weight is None else f"{block.weight:.1%}",
+            textwrap.shorten(block.text, TEXT_CHARS, placeholder="..."),
+        )
+        for block in recalled
+    ]
+    feeder.output.columns(rows, ("tokens", "weight", "text"))
+    feeder.output.json({"recalled": [block._asdict() for block in recalled]})
+
+
 def _system(argument: str, feeder: Feeder) -> None:
     stats = feeder.session.stats()
     feeder.output.line(
@@ -107,6 +137,8 @@ _COMMANDS: dict[str, SlashCommand] = {
     "/feed": _feed,
     "/fork": _fork,
     "/rewind": _rewind,
+    "/mode": _mode,
+    "/recalled": _recalled,
     "/system": _system,
     "/save": _save,
 }

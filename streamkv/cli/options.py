@@ -109,6 +109,20 @@ _PERSISTENT = (
         "Tokens between checkpoints; 0.5 s unless given.",
     ),
 )
+_ATTENTION = (
+    _Field("attention", "--attention", str, "Mode of a new session: window, recall or full."),
+    _Field("recall_blocks", "--recall-blocks", int, "Old blocks a session may recall; 0: none."),
+    _Field("recall_stride", "--recall-stride", int, "Tokens between two choices of old blocks."),
+    _Field(
+        "position_policy",
+        "--position-policy",
+        str,
+        "How far away recalled blocks seem: far, cache or absolute.",
+    ),
+    _Field(
+        "gpu_bytes", "--gpu-bytes", str, "Size of the gpu pool; what sessions need unless given."
+    ),
+)
 _CHUNK = (_Field("prefill_chunk", "--chunk", int, "Tokens computed in one step."),)
 _SAMPLING = (
     _Field("temperature", "--temperature", float, "0 always takes the likeliest token."),
@@ -123,7 +137,7 @@ _SAMPLING = (
 
 def with_engine(command: Command) -> Command:
     """Give a command the options of an engine with a store, as its argument `options`."""
-    return _with_options(command, (*_ENGINE, *_PERSISTENT), has_store=True)
+    return _with_options(command, (*_ENGINE, *_ATTENTION, *_PERSISTENT), has_store=True)
 
 
 def with_bare_engine(command: Command) -> Command:

@@ -66,6 +66,17 @@ def test_the_heaviest_blocks_are_chosen_in_the_order_of_the_stream() -> None:
             assert choose(index, end_block, num_blocks) == expected
 
 
+def test_what_is_chosen_comes_with_its_weights() -> None:
+    """They are shares of all candidates, and no less for a choice of all."""
+    rows = torch.stack([digest(block) for block in range(70)], 1).half()
+    expected = block_weights(QUERIES, [rows], ROWS, *ANGLES, SCALES)
+    for num_blocks in (1, 5, 70, 100):
+        choosing = index_of(70).choose(QUERIES, 0, 70, num_blocks, ROWS, ANGLES, SCALES)
+        found = torch.tensor(choosing.weights())
+        torch.testing.assert_close(found, expected[list(choosing.blocks())])
+    assert found.sum().item() == pytest.approx(1)
+
+
 def test_blocks_before_the_first_are_left_out() -> None:
     index = index_of(40)
 

@@ -103,6 +103,7 @@ def test_an_answer_attends_to_what_the_question_chose(tiny_model_dir: Path) -> N
         ids = some_ids()
         for each in told:
             assert each.end - each.start == 64
+            assert each.weight is not None and 0 < each.weight < 1
             # A token of it leaves the window of a query that the choice is for.
             assert each.start <= NUM_TOKENS + 2 * STRIDE - WINDOW_SIZE
             before = ids[max(0, each.start - 8) : each.start]

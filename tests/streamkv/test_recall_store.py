@@ -127,7 +127,9 @@ def test_asleep_it_forgets_nothing(
     with Engine(str(tiny_model_dir), options(str(tmp_path))) as engine:
         session = engine.session("one")
         assert recall_of(session)[0] == before[0]
-        assert session.attended() != [] and engine.counters()["ssd_reads"] > 0
+        told = session.attended()
+        assert told and engine.counters()["ssd_reads"] > 0
+        assert all(each.weight is None for each in told), "weights are not written down"
         assert scores_of(session, MORE) == pytest.approx(calm["scores"], abs=2e-4)
     with Engine(str(tiny_model_dir), options(str(tmp_path))) as engine:
         session = engine.session("one")

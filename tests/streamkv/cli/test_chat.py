@@ -95,6 +95,21 @@ def test_a_conversation_is_forked_and_rewound(run: Run, small: list[str]) -> Non
     assert "2 are left." in told.err
 
 
+def test_a_conversation_tells_what_it_recalled(run: Run, where: list[str]) -> None:
+    """Read in one mode, answered in another."""
+    recalls = [*where, "--window", "192", "--recall-blocks", "2"]
+    said = "word " * 700
+    lines = f"{said}\n/recalled\n/mode recall\nWhich word?\n/mode window\n/recalled\n"
+    ran = run("chat", "a", *recalls, *GREEDY, stdin=lines)
+    assert ran.code == 0
+    assert "Nothing was recalled" in ran.err and "mode 'recall'" in ran.err
+    assert "mode 'window'" in ran.err
+    assert "%" in ran.out and "weight" in ran.out
+    told = run("chat", "b", *recalls, *GREEDY, "--json", stdin=lines)
+    recalled = json.loads(told.out.splitlines()[-1])["recalled"]
+    assert [sorted(each) for each in recalled] == [["end", "start", "text", "weight"]] * 2
+
+
 def test_two_slashes_begin_a_turn(run: Run, small: list[str]) -> None:
     told = run("chat", "a", *small, *GREEDY, "--json", stdin="//quit\n")
     said = run("chat", "b", *small, *GREEDY, "--json", stdin=" /quit\n")
@@ -111,6 +126,9 @@ def test_two_slashes_begin_a_turn(run: Run, small: list[str]) -> None:
         ("/fork", "command='/fork': no name."),
         ("/fork a", "name='a': there is a session of this name."),
         ("/rewind", "command='/rewind': no number of tokens."),
+        ("/mode", "command='/mode': no mode."),
+        ("/mode recal", "mode='recal'"),
+        ("/mode recall", "mode='recall'"),
         ("/rewind 5", "token_index=5: outside the stream."),
         ("/feed nowhere.txt", "file='nowhere.txt': No such file or directory."),
         ("a\udcff", "stdin='a\\udcff\\n': line 1 is not UTF-8."),
