@@ -389,7 +389,8 @@ def test_a_forked_process_neither_prefetches_nor_waits_for_the_threads_it_lacks(
     with held_reads(rig) as held:
         rig.prefetch(2)
         held.arrive()
-        child = os.fork()
+        with rig.manager._condition:  # no other thread holds it, so that the child may have it
+            child = os.fork()
         if child == 0:
             signal.alarm(60)
             skipped = rig.count("prefetch_skipped")
