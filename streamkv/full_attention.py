@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from streamkv.block_keys import BlockKeys
 from streamkv.config import format_size
 from streamkv.errors import AbsentBlockError, ConfigError, PoolFullError
-from streamkv.live_blocks import give_back, read_block
+from streamkv.live_blocks import give_back, read_blocks
 from streamkv.pool_room import PoolRoom
 from streamkv.recall_schedule import question_start
 from streamkv.sequence import Sequence
@@ -221,19 +221,16 @@ class FullAttention:
                     self._tiers.share(block_id)
                     held[index] = block_id
             absent = [(index, self._key(sequence, index)) for index in indices if index not in held]
-            for index, key in absent:
-                held[index] = self._read(sequence, index, key)
+            read = read_blocks(self._tiers, [key for _, key in absent])
+            held |= {at: b for (at, _), b in zip(absent, read, strict=True) if b is not None}
+            for index, _ in absent:
+                if index not in held:
+                    raise _absent(sequence, index, "no tier has it any more, or it is damaged")
         except BaseException:
             for block_id in held.values():
                 self._tiers.drop(block_id)
             raise
         return held
-
-    def _read(self, sequence: Sequence, index: int, key: BlockKey) -> int:
-        block_id = read_block(self._tiers, key)
-        if block_id is None:
-            raise _absent(sequence, index, "no tier has it any more, or it is damaged")
-        return block_id
 
     def _key(self, sequence: Sequence, index: int) -> BlockKey:
         key = sequence.keys.get(index) if sequence.keys is not None else None

@@ -1,6 +1,6 @@
 """Blocks come from the tiers to a sequence, and go back to them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from streamkv.block_table import LiveBlock
 from streamkv.tiers.manager import TierManager
@@ -21,14 +21,17 @@ def read_block(tiers: TierManager, key: BlockKey) -> int | None:
 
     Raises:
         PoolFullError: the gpu pool has no room.
-        StoreError: the store cannot be read.
     """
-    block_id = tiers.allocate()
-    try:
-        if tiers.restore(key, block_id):
-            return block_id
-    except BaseException:
-        tiers.free(block_id)
-        raise
-    tiers.free(block_id)
-    return None
+    return read_blocks(tiers, [key])[0]
+
+
+def read_blocks(tiers: TierManager, keys: Sequence[BlockKey]) -> list[int | None]:
+    """Blocks of the gpu pool that hold what the tiers have under these names, in order.
+
+    All are read together, those on ssd by several threads. Each belongs to the caller; `None` where
+    no tier has it, or the disk did not answer in time.
+
+    Raises:
+        PoolFullError: the gpu pool has no room for all of them; nothing is kept of the others.
+    """
+    return tiers.fetch(keys)

@@ -97,9 +97,10 @@ class Prefetching:
         if read.ended:
             return True
         begin_s = time.monotonic()
-        ended = self._threads.wait(read, self._limit_s)
         with self._condition:
             self.waits += 1
+        ended = self._threads.wait(read, self._limit_s)
+        with self._condition:
             self.waited_s += time.monotonic() - begin_s
         return ended
 
@@ -125,6 +126,10 @@ class Prefetching:
                 self._threads.cancel(read)
         if not self._threads.close(self._limit_s):
             _log.warning("a prefetch has not ended after %g s and is left alone", self._limit_s)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return not self._reads
 
     def check_integrity(self) -> None:
         """Assert that nothing is remembered of reads that have ended."""

@@ -39,7 +39,14 @@ class Target(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy from memory to a target; its source stays as it is until `release`."""
+    """A copy from memory to a target; its source stays as it is until `release`.
+
+    Attributes:
+        start: issues the copy.
+        release: lets go of the source.
+        counted_as: counters.
+        completion: of the copy while it is under way.
+    """
 
     start: Callable[[], Completion]
     release: Callable[[], None]
@@ -146,6 +153,7 @@ class Restoring:
             for copy in copies:
                 assert copy.completion is not None
                 copy.completion.wait()
+                copy.completion = None
                 for name in copy.counted_as:
                     self._counters.add(name)
         finally:

@@ -1,6 +1,7 @@
 """A tier manager over real pools and a real store; a block's bytes follow from its number."""
 
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -96,6 +97,33 @@ class Rig:
         """A counter's value."""
         return self.manager.counters()[name]
 
+    def until(self, name: str, value: int) -> None:
+        """Spin until a counter has reached a value: the other thread has come that far."""
+        while self.count(name) < value:
+            threading.Event().wait(0.001)
+
+    def prefetch(self, *numbers: int) -> None:
+        """Have blocks read ahead."""
+        self.manager.prefetch([key_of(number) for number in numbers])
+
+    def prefetch_ends(self) -> None:
+        """Wait until no prefetch is queued or under way."""
+        while not self.manager._prefetching.is_quiet():
+            threading.Event().wait(0.001)
+
+    def fetched(self, *numbers: int) -> list[bool]:
+        """Which blocks a fetch of them all gives; asserts that their bytes are right."""
+        block_ids = self.manager.fetch([key_of(number) for number in numbers])
+        for number, block_id in zip(numbers, block_ids, strict=True):
+            if block_id is not None:
+                assert np.array_equal(self.gpu_pool.block_bytes(block_id), bytes_of(number))
+                self.manager.drop(block_id)
+        return [block_id is not None for block_id in block_ids]
+
+    def where(self, *numbers: int) -> list[str | None]:
+        """The fastest tier of each block."""
+        return [self.manager.where(key_of(number)) for number in numbers]
+
     def settle(self) -> None:
         """Wait for the worker, then check every invariant."""
         self.manager.flush()
@@ -135,6 +163,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
             manager_type: type[TierManager] = TierManager,
             transfer_type: type[Transfer] = Transfer,
             page_lock: PageLock | None = None,
+            read_limit_s: float = 60.0,
         ) -> Rig:
             gpu_pool = GpuPool(SPEC, gpu)
             row_bytes = SPEC.block_bytes if page_lock is None else mmap.PAGESIZE
@@ -154,6 +183,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
                 watermark=watermark,
                 max_pending=max_pending,
                 transfer=transfer_type(gpu_pool),
+                read_limit_s=read_limit_s,
             )
             owned.callback(manager.close, drain=False)
             return Rig(gpu_pool, cpu_pool, store, manager)

@@ -45,6 +45,20 @@ def test_a_reserved_block_is_not_found_before_it_is_published() -> None:
     assert found is block
 
 
+def test_of_two_blocks_of_one_key_the_first_is_listed_and_the_other_gives_its_room_back() -> None:
+    pool = pool_of(2)
+    blocks = [pool.reserve(A), pool.reserve(A)]
+    assert blocks[0] is not None and blocks[1] is not None
+    assert pool.publish(blocks[1]) is True
+    assert pool.publish(blocks[0]) is False
+    assert pool.lock(A) is blocks[1]
+    pool.unlock(blocks[0])
+    pool.check_integrity()
+    assert pool.usage().num_blocks == 1
+    put(pool, B)
+    assert held(pool, A, B) == [True, True]
+
+
 def test_evicts_the_least_recently_used() -> None:
     pool = pool_of(2)
     put(pool, A)

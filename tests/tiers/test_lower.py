@@ -17,7 +17,7 @@ from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import Policy
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.ssd import SsdTier, StoreIdentity
-from streamkv.tiers.transfer import Transfer
+from streamkv.tiers.transfer import Completion, Transfer
 from streamkv.tiers.usage import Counters
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2, dtype="float16", block_size=4)
@@ -207,6 +207,42 @@ def test_where_a_block_is(ssd: SsdTier) -> None:
     places = [tiers.tiers.where(KEYS[number]) for number in range(4)]
     assert places == ["ssd", "cpu", "cpu", None]
     assert [tiers.read(number) for number in range(4)] == [True, True, True, False]
+
+
+class Intrusion(Transfer):
+    """While a block is copied down, somebody lists what he read of it from ssd."""
+
+    def __init__(self, gpu: GpuPool, cpu: CpuPool, ssd: SsdTier, key: BlockKey) -> None:
+        super().__init__(gpu)
+        self._cpu, self._ssd, self._key = cpu, ssd, key
+
+    def demote(self, block_id: int, out: NDArray[np.uint8]) -> Completion:
+        block = self._cpu.reserve(self._key)
+        assert block is not None and self._ssd.read(self._key, self._cpu.data(block))
+        assert self._cpu.publish(block)
+        self._cpu.unlock(block)
+        return super().demote(block_id, out)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_block_that_was_read_ahead_while_it_is_copied_down_is_there_once(
+    ssd: SsdTier, keep: bool
+) -> None:
+    gpu, cpu, counters = GpuPool(SPEC, 2), CpuPool(SPEC, 4 * SPEC.block_bytes), Counters(NAMES)
+    ssd.write([(KEYS[0], bytes_of(0))])
+    transfer = Intrusion(gpu, cpu, ssd, KEYS[0])
+    tiers = Below(gpu, cpu, ssd, LowerTiers(transfer, cpu, ssd, Policy("all"), counters), counters)
+    gpu.block_bytes(0)[:] = bytes_of(0)
+    if keep:
+        assert tiers.tiers.keep("diary", [(KEYS[0], 0)]) == 0
+    else:
+        assert tiers.tiers.put(KEYS[0], 0) is True
+    tiers.tiers.check_integrity()
+    assert cpu.usage().num_blocks == 1
+    assert tiers.counters.snapshot()["demotions"] == 0
+    assert tiers.read(0)
+    evictable = [cpu.reserve(KEYS[number]) is not None for number in range(1, 5)]
+    assert evictable == [True, True, True, not keep]
 
 
 def test_deleting_leaves_no_trace_in_either_tier(ssd: SsdTier) -> None:

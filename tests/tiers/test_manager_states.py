@@ -195,6 +195,29 @@ class TierHistory(RuleBasedStateMachine):
         assert found or number not in self.written
         self.manager.free(block_id)
 
+    @rule(numbers=st.lists(NUMBERS, max_size=4))
+    def prefetch(self, numbers: list[int]) -> None:
+        self.manager.prefetch([key_of(number) for number in numbers])
+
+    @rule(numbers=st.lists(NUMBERS, max_size=3))
+    def fetch(self, numbers: list[int]) -> None:
+        keys = [key_of(number) for number in numbers]
+        num_free = NUM_GPU_BLOCKS - len(self.unsealed) - len(self.sealed)
+        try:
+            block_ids = self.manager.fetch(keys)
+        except PoolFullError:
+            assert len(keys) > num_free
+            return
+        assert len(keys) <= num_free and len(block_ids) == len(keys)
+        for number, block_id in zip(numbers, block_ids, strict=True):
+            if block_id is None:
+                assert not self.must_be_found(number), f"block {number} is lost"
+                continue
+            assert number in self.ever_sealed
+            assert block_id not in self.unsealed and block_id not in self.sealed
+            assert np.array_equal(self.gpu_pool.block_bytes(block_id), bytes_of(number))
+            self.sealed[block_id] = number
+
     @rule(idle=st.booleans())
     def between_steps(self, idle: bool) -> None:
         self.manager.between_steps(idle=idle)
