@@ -6,6 +6,7 @@ from typing import Protocol
 from streamkv.attention_modes import switch_attention
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.config import Attention
+from streamkv.digest_pages import DigestUsage
 from streamkv.full_attention import FullAttention
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
@@ -110,9 +111,14 @@ class Executor:
         """What happened since opening, by name."""
         recaller, counted = self.recaller, self._tiers.counters()
         counted["absent"] = recaller.num_absent if recaller is not None else 0
+        counted["digests_lost"] = self.digest_usage().num_lost
         counted["choice_waits"] = recaller.num_waits if recaller is not None else 0
         counted["choice_wait_ms"] = int(1000 * recaller.waited_s) if recaller is not None else 0
         return counted
+
+    def digest_usage(self) -> DigestUsage:
+        """Bytes of digests of all sequences, by place."""
+        return self.recaller.digest_memory.usage() if self.recaller is not None else DigestUsage()
 
     def recalls(self, sequence: Sequence) -> bool:
         """Whether a sequence attends to old blocks."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from streamkv.device_copies import to_device
 from streamkv.digest_file import DigestRow
 from streamkv.digest_index import DigestIndex, digest_dtype
+from streamkv.digest_memory import DigestMemory
 from streamkv.errors import JournalError
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.kernels.digests import block_digests
@@ -71,9 +72,10 @@ class Recaller:
         tiers: where blocks are.
         heads: that choose.
         options: how sessions recall.
+        digest_memory: where digests lie.
 
     Attributes:
-        options: as given.
+        options, digest_memory: as given.
         num_absent: chosen blocks that no tier had.
         num_waits: choices that had to be waited for.
         waited_s: how long.
@@ -86,8 +88,10 @@ class Recaller:
         tiers: TierManager,
         heads: RetrievalHeads,
         options: RecallOptions,
+        digest_memory: DigestMemory,
     ) -> None:
         self.options = options
+        self.digest_memory = digest_memory
         self.num_absent = 0
         self.num_waits = 0
         self.waited_s = 0.0
@@ -119,7 +123,7 @@ class Recaller:
         shape = (adapter.spec.num_layers, adapter.num_q_heads, adapter.head_dim)
         queries = ObservedQueries(*shape, self._pool.device, self._pool.dtype)
         schedule = RecallSchedule(options.stride, options.num_blocks, sequence.block_size)
-        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, self._pool.device)
+        index = DigestIndex(len(self._heads.kv_heads), adapter.spec, self.digest_memory)
         self._streams[sequence] = RecallStream(index, queries, schedule, log, self._unset())
         sequence.look_back = QUESTION_TOKENS
         if log.digests is not None:
@@ -354,6 +358,8 @@ class Recaller:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
         stream = self._streams.pop(sequence, None)
+        if stream is not None:
+            stream.index.close()
         if stream is not None and stream.log.digests is not None:
             stream.log.digests.close()
 
