@@ -48,6 +48,7 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("resume"),
     Benchmark("memory"),
     Benchmark("sessions"),
+    Benchmark("history_bytes"),
     # Runs on a CPU, too, in an hour and more.
     Benchmark("digests", reads_book=True, needs_gpu=True),
     Benchmark("gpu_attention", needs_gpu=True),

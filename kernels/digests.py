@@ -7,9 +7,12 @@ them as if the block started there.
 Each of these query heads and each query says by a softmax over all tokens how much it would look at
 each block, and the mean decides: one choice for all layers (measured: docs/recall.md). Sink tokens
 are attended in any case, so what they draw counts for no block.
+
+Digests may lie in host memory: they are cut in the same way wherever they lie, and a piece is
+brought to the device when its turn comes, so that the same numbers are added in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +33,10 @@ def block_digests(pool: Tensor, block_ids: Tensor, kv_heads: Tensor) -> Tensor:
     return pool[block_ids, layers, 0, heads]
 
 
+Fetch = Callable[[Tensor], Tensor]
+"""Brings keys to the device of the queries, in the order of its work; they may be there already."""
+
+
 def block_weights(
     queries: Tensor,
     pages: Sequence[Tensor],
@@ -38,41 +45,64 @@ def block_weights(
     sin: Tensor,
     scales: Sequence[float],
     num_sinks: int = 0,
+    fetch: Fetch | None = None,
 ) -> Tensor:
     """How much of their attention queries would give to each block: float32 [n].
 
     The sum is 1, less what sink tokens draw.
 
-    Nothing waits for the device.
+    Nothing waits for the device, and every key is brought to it once.
 
     Args:
         queries: [H, T, head_dim], un-rotated, of H query heads, T at least 1.
-        pages: digests of n blocks in pieces, in order, each [R, blocks, block_size, head_dim]; n at
-            least 1.
+        pages: digests of n blocks in pieces, in order, each [R, blocks, block_size, head_dim], on
+            the device or in host memory that it can read; n at least 1.
         rows: of each query head, which row of a digest it reads.
         cos, sin: float32 [rotary_dim / 2], of the distance from each query to the start of a block,
             the same for all.
         scales: of the scores, of each query head.
         num_sinks: how many of the first block's tokens are sink tokens, fewer than all.
+        fetch: brings keys [blocks, block_size, head_dim] to the device; `None`: they are there.
     """
     turned = rotate(queries.float(), cos, sin)
     num_blocks = sum(page.shape[1] for page in pages)
-    block_size, head_dim = pages[0].shape[2:]
-    # Keys and scores in 32 bits, of some blocks at a time.
-    step = max(1, SCRATCH_BYTES // (4 * block_size * (head_dim + queries.shape[1])))
-    assert num_sinks < block_size
+    assert num_sinks < pages[0].shape[2]
     weights = torch.zeros(num_blocks, device=queries.device)
-    for head, (row, scale) in enumerate(zip(rows, scales, strict=True)):
-        query = turned[head].T * scale
-        # Each piece is [blocks, T].
-        pieces = [
-            (keys.float() @ query).logsumexp(1)
-            for page in pages
-            for keys in torch.split(page[row], step)
-        ]
-        if num_sinks:
-            first = pages[0][row, 0].float() @ query
-            pieces[0][0] = first[num_sinks:].logsumexp(0)
-            pieces.append(first[:num_sinks].logsumexp(0, keepdim=True))
-        weights += torch.cat(pieces).softmax(0)[:num_blocks].mean(1)
+    for row in dict.fromkeys(rows):
+        heads = [head for head, its_row in enumerate(rows) if its_row == row]
+        by_head = [turned[head].T * scales[head] for head in heads]
+        keys = _pieces([page[row] for page in pages], queries.shape[1], fetch)
+        for scores in _scores(keys, by_head, num_sinks):
+            weights += scores.softmax(0)[:num_blocks].mean(1)
     return weights / len(rows)
+
+
+def _pieces(pages: list[Tensor], num_queries: int, fetch: Fetch | None) -> Iterator[Tensor]:
+    """Keys of some blocks at a time, float32 [blocks, block_size, head_dim].
+
+    What is made of a piece is given up before the one after the next is made, in the order of the
+    device's work: two pieces at a time are all that there is of them.
+    """
+    block_size, head_dim = pages[0].shape[1:]
+    # Keys as they are kept, and keys and scores in 32 bits.
+    one = block_size * (2 * head_dim + 4 * (head_dim + num_queries))
+    for page in pages:
+        for piece in torch.split(page, max(1, SCRATCH_BYTES // one)):
+            yield (piece if fetch is None else fetch(piece)).float()
+
+
+def _scores(keys: Iterator[Tensor], by_head: list[Tensor], num_sinks: int) -> list[Tensor]:
+    """Log-sums of the scores of each block for each head: [n, T], sink tokens last if there are."""
+    pieces: list[list[Tensor]] = [[] for _ in by_head]
+    at_end: list[list[Tensor]] = [[] for _ in by_head]
+    is_first = True
+    for piece in keys:
+        for head, query in enumerate(by_head):
+            sums = (piece @ query).logsumexp(1)
+            if is_first and num_sinks:
+                first = piece[0] @ query
+                sums[0] = first[num_sinks:].logsumexp(0)
+                at_end[head].append(first[:num_sinks].logsumexp(0, keepdim=True))
+            pieces[head].append(sums)
+        is_first = False
+    return [torch.cat(found + last) for found, last in zip(pieces, at_end, strict=True)]

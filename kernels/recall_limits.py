@@ -1,4 +1,4 @@
 """Limits of recall that plans of memory know, too. No torch."""
 
 SCRATCH_BYTES = 128 << 20
-"""Scores that are made at once, by all queries with all blocks, if more than one head's."""
+"""Of the keys and scores of a piece; the next piece is made while the one before is still there."""

@@ -136,6 +136,9 @@ class EngineConfig:
         recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
             what the window has room for.
         position_policy: how far away recalled blocks seem: `far`, `cache` or `absolute`.
+        digest_bytes: bytes of the GPU for the digests by which old blocks are chosen; those that
+            find no room there lie in host memory; 0: all of them; `None`: 131,072 tokens of each of
+            `max_sessions`. On a CPU all are in host memory.
         trust_remote_code: let a model's own Python code run.
     """
 
@@ -159,6 +162,7 @@ class EngineConfig:
     recall_blocks: int = 0
     recall_stride: int | None = None
     position_policy: PositionPolicy = "far"
+    digest_bytes: int | str | None = None
     trust_remote_code: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -180,6 +184,8 @@ class EngineConfig:
         require_int("max_sessions", self.max_sessions, 1)
         if self.gpu_bytes is not None:
             parse_size("gpu_bytes", self.gpu_bytes)
+        if self.digest_bytes is not None:
+            parse_size("digest_bytes", self.digest_bytes)
         parse_size("cpu_bytes", self.cpu_bytes)
         parse_size("ssd_bytes", self.ssd_bytes)
         require_choice("codec", self.codec, ("zstd", "raw"))

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from streamkv.config import EngineConfig
+from streamkv.digest_memory import DigestMemory
 from streamkv.errors import ConfigError
 from streamkv.executor import StepRunner
 from streamkv.full_attention import FullAttention
@@ -21,7 +22,7 @@ from streamkv.model_files import OnProgress
 from streamkv.pool_room import PoolRoom
 from streamkv.recaller import Recaller, RecallOptions
 from streamkv.runner import Runner
-from streamkv.sizing import full_problem, table_capacity
+from streamkv.sizing import digest_budget, full_problem, table_capacity
 from streamkv.tiers.cpu_pool import CpuPool
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
@@ -116,7 +117,11 @@ def make_recaller(
         raise ConfigError("recall_blocks", config.recall_blocks, problem, remedy)
     heads = find_retrieval_heads(adapter, tokenizer, on_progress)
     options = RecallOptions(config.recall_blocks, config.stride, config.position_policy)
-    return Recaller(adapter, pool.data, tiers, heads, options)
+    device = pool.data.device
+    # On a CPU all memory is the host's.
+    budget = 0 if device.type == "cpu" else digest_budget(config, adapter.spec)
+    memory = DigestMemory(device, budget)
+    return Recaller(adapter, pool.data, tiers, heads, options, memory)
 
 
 def make_full(

@@ -1,32 +1,26 @@
 """The digests of a stream's sealed blocks, and which of them to recall.
 
 16-bit numbers, in the order of the stream, in pages that grow: nothing is moved when a block comes.
-What is chosen depends only on what is in the index and on the queries, not on where blocks lie.
+What is chosen depends only on what is in the index and on the queries, not on where blocks or pages
+lie. A block for whose digest there is no memory is one that cannot be chosen: counted, and the
+stream goes on, as it does when a block is gone.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from streamkv.chosen import Chosen
 from streamkv.device_copies import to_device
+from streamkv.digest_memory import DigestMemory, Page
+from streamkv.digest_pages import page_blocks, page_bytes, parts_of
 from streamkv.kernels.digests import block_weights
 from streamkv.recall_schedule import Choosing, Known
 from streamkv.tiers.spec import BlockKey, KVSpec
 
-FIRST_ROWS = 64
-MOST_ROWS = 1024
-"""Blocks of the first page and of the largest; each page has room for twice the one before."""
-
 TIE_STEPS = 1 << 12
 """Parts of the average weight of a block, of which a difference of less than one is a tie."""
-
-
-def page_rows(number: int) -> int:
-    """Blocks that a page has room for."""
-    return min(FIRST_ROWS << number, MOST_ROWS)
 
 
 def digest_dtype(spec: KVSpec) -> torch.dtype:
@@ -41,25 +35,25 @@ class DigestIndex:
     Args:
         num_rows: KV heads of a digest.
         spec: layout of a block.
-        device: of the pool.
+        memory: where its pages lie; `close` gives them back.
     """
 
-    def __init__(self, num_rows: int, spec: KVSpec, device: torch.device | str) -> None:
-        self._num_rows = num_rows
-        self._shape = (spec.block_size, spec.head_dim)
+    def __init__(self, num_rows: int, spec: KVSpec, memory: DigestMemory) -> None:
+        self._shape = (num_rows, spec.block_size, spec.head_dim)
         self._dtype = digest_dtype(spec)
-        self._device = torch.device(device)
+        self._memory = memory
+        self._digest_bytes = 2 * num_rows * spec.block_size * spec.head_dim
         self._keys: list[BlockKey | None] = []
-        self._pages: list[Tensor] = []
-        self._shared: set[int] = set()
+        # None: there was no memory for it.
+        self._pages: list[Page | None] = []
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @property
     def num_bytes(self) -> int:
-        """Of digests, room to grow included."""
-        return sum(page.numel() * page.element_size() for page in self._pages)
+        """Of its pages, room to grow included; what is shared with forks counts for each."""
+        return sum(page.num_bytes for page in self._pages if page is not None)
 
     def key(self, block_index: int) -> BlockKey | None:
         """The block's key; `None` if it has none and cannot be recalled."""
@@ -71,70 +65,91 @@ class DigestIndex:
         Args:
             first_block: block index of the first; at most the number of blocks known.
             keys: of the blocks, which follow each other.
-            digests: [num_rows, n, block_size, head_dim], on the device.
+            digests: [num_rows, n, block_size, head_dim], on the device, or on the host.
         """
         if self._dtype == torch.float16:
             # It has an end; no key of a sound model comes near it.
             digests = digests.clamp(-65504.0, 65504.0)
-        first = 0
-        for room in self._room(first_block, len(keys)):
-            room.copy_(digests[:, first : first + room.shape[1]])
-            first += room.shape[1]
-        self._keys[first_block : first_block + len(keys)] = keys
+        assert first_block <= len(self)
+        known: list[BlockKey | None] = list(keys)
+        for part in parts_of(first_block, first_block + len(keys), self._digest_bytes):
+            end = part.first + part.high - part.low
+            page = self._page_to_write(part.number)
+            if page is not None:
+                self._memory.write(page, part.low, digests[:, part.first : end])
+            else:
+                known[part.first : end] = [None] * (end - part.first)
+                self._memory.lost(end - part.first)
+        self._keys[first_block : first_block + len(keys)] = known
 
     def put_missing(self, block_index: int) -> None:
         """A block was sealed without a key: it cannot be found again, nor be chosen."""
-        for _ in self._room(block_index, 1):
-            pass
+        assert block_index <= len(self)
+        [part] = parts_of(block_index, block_index + 1, self._digest_bytes)
+        page = self._page_to_write(part.number)
+        if page is not None:
+            self._clear(page, part.low, part.high)
         self._keys[block_index : block_index + 1] = [None]
 
     def digest(self, block_index: int) -> Tensor:
-        """The digest of a block as it is kept: [num_rows, block_size, head_dim]."""
-        number, first = self._page_of(block_index)
-        return self._pages[number][:, block_index - first]
+        """The digest of a block that has a key, as it is kept: [num_rows, block_size, head_dim]."""
+        [part] = parts_of(block_index, block_index + 1, self._digest_bytes)
+        page = self._pages[part.number]
+        assert page is not None
+        return self._memory.read(page, part.low)
 
-    def _room(self, first_block: int, count: int) -> Iterator[Tensor]:
-        """Where the digests of some blocks go, in pieces [rows, blocks, ...]."""
-        assert first_block <= len(self)
-        low, end = first_block, first_block + count
-        while low < end:
-            number, first = self._page_of(low)
-            page = self._page_to_write(number)
-            high = min(end, first + page.shape[1])
-            yield page[:, low - first : high - first]
-            low = high
+    def _clear(self, page: Page, low: int, high: int) -> None:
+        """Zeros: what is missing is scored, too, before it is left out."""
+        rows, *shape = self._shape
+        zeros = torch.zeros(rows, high - low, *shape, dtype=self._dtype, device=self._memory.device)
+        self._memory.write(page, low, zeros)
 
-    def _page_of(self, block_index: int) -> tuple[int, int]:
-        """The page that holds a block, and the first block of that page."""
-        number, first = 0, 0
-        while block_index >= first + page_rows(number):
-            first += page_rows(number)
-            number += 1
-        return number, first
-
-    def _page_to_write(self, number: int) -> Tensor:
-        if number == len(self._pages):
-            shape = (self._num_rows, page_rows(number), *self._shape)
-            # Zeros: what is missing is scored, too, before it is left out.
-            self._pages.append(torch.zeros(shape, dtype=self._dtype, device=self._device))
-        if number in self._shared:
-            self._pages[number] = self._pages[number].clone()
-            self._shared.remove(number)
-        return self._pages[number]
+    def _page_to_write(self, number: int) -> Page | None:
+        """A page that nobody else has; `None`: there is no memory for it."""
+        is_next = number == len(self._pages)
+        if is_next:
+            self._pages.append(None)
+        page = self._pages[number]
+        if page is None:
+            rows, *shape = self._shape
+            num_bytes = page_bytes(number, self._digest_bytes)
+            num_blocks = page_blocks(number, self._digest_bytes)
+            page = self._memory.take(num_bytes, (rows, num_blocks, *shape), self._dtype)
+            if page is not None and not is_next:
+                # There was no memory for what else is on it.
+                self._clear(page, 0, num_blocks)
+            self._pages[number] = page
+        elif page.num_users > 1:
+            copied = self._memory.copy(page)
+            if copied is None:
+                return None
+            self._memory.give_back(page)
+            self._pages[number] = page = copied
+        return page
 
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on: the stream was rewound."""
         del self._keys[num_blocks:]
+        num_pages = sum(1 for _ in parts_of(0, len(self), self._digest_bytes))
+        for page in self._pages[num_pages:]:
+            if page is not None:
+                self._memory.give_back(page)
+        del self._pages[num_pages:]
+
+    def close(self) -> None:
+        """Give back all pages; the index is empty."""
+        self.truncate(0)
 
     def copy(self) -> "DigestIndex":
         """The same digests for a fork; a page is copied when one of the two writes to it."""
         other = object.__new__(DigestIndex)
-        other._num_rows, other._shape = self._num_rows, self._shape
-        other._dtype, other._device = self._dtype, self._device
+        other._shape, other._dtype = self._shape, self._dtype
+        other._memory, other._digest_bytes = self._memory, self._digest_bytes
         other._keys = list(self._keys)
         other._pages = list(self._pages)
-        other._shared = set(range(len(self._pages)))
-        self._shared = set(other._shared)
+        for page in other._pages:
+            if page is not None:
+                self._memory.share(page)
         return other
 
     def choose(
@@ -157,7 +172,7 @@ class DigestIndex:
             rows, angles, scales: as `block_weights` takes them.
             num_sinks: sink tokens of the stream: of them nothing can be recalled.
         """
-        block_size = self._shape[0]
+        block_size = self._shape[1]
         first_block = max(first_block, num_sinks // block_size)
         # What is left of them is in the first of these blocks, if in any.
         num_sinks = max(0, num_sinks - first_block * block_size)
@@ -167,7 +182,8 @@ class DigestIndex:
         if num_chosen == 0:
             return Known(())
         pages = list(self._cut(blocks.start, blocks.stop))
-        weights = block_weights(queries, pages, rows, *angles, scales, num_sinks)
+        fetch = self._memory.fetch
+        weights = block_weights(queries, pages, rows, *angles, scales, num_sinks, fetch)
         # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
         steps = len(blocks) * TIE_STEPS / weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
         ranks = weights.mul(steps).round()
@@ -180,9 +196,11 @@ class DigestIndex:
 
     def _cut(self, first_block: int, end_block: int) -> Iterator[Tensor]:
         """Digests of these blocks, in pieces [rows, blocks, block_size, head_dim]."""
-        ends = accumulate(page.shape[1] for page in self._pages)
-        for page, end in zip(self._pages, ends, strict=True):
-            start = end - page.shape[1]
-            low, high = max(first_block - start, 0), min(end_block - start, page.shape[1])
-            if low < high:
-                yield page[:, low:high]
+        for part in parts_of(first_block, end_block, self._digest_bytes):
+            page, (rows, *shape) = self._pages[part.number], self._shape
+            if page is None:
+                nothing = torch.zeros(1, dtype=self._dtype, device=self._memory.device)
+                yield nothing.expand(rows, part.high - part.low, *shape)
+            else:
+                self._memory.fetched(page)
+                yield page.data[:, part.low : part.high]

@@ -18,6 +18,7 @@ from streamkv.device import (
     make_transfer,
     plan_memory,
 )
+from streamkv.digest_pages import DigestUsage
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.live import LiveStream
@@ -259,6 +260,10 @@ class Engine:
     def usage(self) -> dict[str, TierUsage]:
         """Blocks and bytes of each tier."""
         return self._tiers.usage()
+
+    def digest_usage(self) -> DigestUsage:
+        """Bytes of the digests by which old blocks are chosen; all 0 without `recall_blocks`."""
+        return self._executor.digest_usage()
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""

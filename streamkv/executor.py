@@ -6,6 +6,7 @@ from typing import Protocol
 from streamkv.attention_modes import switch_attention
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.config import Attention
+from streamkv.digest_pages import DigestUsage
 from streamkv.full_attention import FullAttention
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
@@ -112,6 +113,10 @@ class Executor:
         if self.recaller is not None:
             counted = self.recaller.counters()
         return {**self._tiers.counters(), **counted}
+
+    def digest_usage(self) -> DigestUsage:
+        """Bytes of digests of all sequences, by place."""
+        return self.recaller.digester.memory.usage() if self.recaller is not None else DigestUsage()
 
     def recalls(self, sequence: Sequence) -> bool:
         """Whether a sequence attends to old blocks."""

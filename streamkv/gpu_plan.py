@@ -13,15 +13,16 @@ elements of e bytes, hidden states of h and layers of at most w elements per tok
                                                    them; only where chunk and window are long
     graphs        512 MiB                          CUDA graphs, compiled kernels, workspaces of
                                                    cuBLAS and of attention: an allowance
-    recall        max_sessions * (P * l * h' * e   the newest queries of each session, of l layers
-                  + N * 16 s d)                    with P places; digests of N old blocks of each,
-                  + 2 * 128 MiB                    8 heads of d elements, s tokens; scores; only
+    recall        max_sessions * P * l * h' * e    the newest queries of each session, of l layers
+                  + 2 * 128 MiB                    with P places; keys and scores of a choice; only
                                                    with `recall_blocks`
+    digests       `digest_bytes`, or               what is above it lies in host memory; 2,048
+                  max_sessions * 2048 * 16 s d     blocks of each session, 8 heads of d elements,
+                                                   s tokens; only with `recall_blocks`
     gpu pool      (blocks + 1) * block_bytes       one is the guard block
 
-Digests grow with a stream: N blocks are planned for, 131,072 tokens of each session, and what is to
-spare after that is there for longer ones. The CUDA context is part of neither: what is free is
-measured when there is one.
+Nothing of this grows with a stream. The CUDA context is not part of it: what is free is measured
+when there is one.
 """
 
 import bisect
@@ -31,11 +32,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamkv.config import EngineConfig, format_size
+from streamkv.digest_pages import page_bytes
 from streamkv.errors import ConfigError
 from streamkv.kernels.recall_limits import SCRATCH_BYTES
 from streamkv.kernels.window_limits import MIN_QUERIES, MIN_WINDOW
 from streamkv.query_ring import NUM_PLACES
-from streamkv.sizing import blocks_of_session, digest_bytes, num_gpu_blocks
+from streamkv.sizing import blocks_of_session, digest_budget, digest_bytes, num_gpu_blocks
 from streamkv.tiers.spec import BLOCK_SIZE, DTYPE_BYTES, KVSpec
 
 GRAPH_BYTES = 512 << 20
@@ -43,9 +45,6 @@ GRAPH_BYTES = 512 << 20
 
 LOGIT_BYTES = 256 << 20
 """Bytes of logits that scoring makes at once."""
-
-PLANNED_TOKENS = 1 << 17
-"""Tokens of a session whose digests are planned for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class GpuPlan:
 
     Attributes:
         total_bytes, free_bytes: as measured, without the weights.
-        weight_bytes, graph_bytes, working_bytes, recall_bytes: see the module.
+        weight_bytes, graph_bytes, working_bytes, recall_bytes, digest_bytes: see the module.
         pool_bytes: the gpu pool, the guard block included.
         num_blocks: blocks of the gpu pool that can be allocated.
         max_sessions: the largest `max_sessions` that fits; 0: not even one.
@@ -119,12 +118,13 @@ class GpuPlan:
     max_sessions: int
     max_window: int
     recall_bytes: int = 0
+    digest_bytes: int = 0
 
     @property
     def room_bytes(self) -> int:
         """What all but the pool leave; negative if they do not fit themselves."""
-        taken = self.weight_bytes + self.graph_bytes + self.working_bytes + self.recall_bytes
-        return self.free_bytes - taken
+        taken = self.weight_bytes + self.graph_bytes + self.working_bytes
+        return self.free_bytes - taken - self.recall_bytes - self.digest_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -141,12 +141,12 @@ def plan_gpu(memory: DeviceMemory, model: ModelSize, spec: KVSpec, config: Engin
     """Divide a GPU's memory up as `config` wants it, whether it fits or not.
 
     Raises:
-        ConfigError: `gpu_bytes` has no room for one session.
+        ConfigError: `gpu_bytes` has no room for one session, or `digest_bytes` none for a page.
     """
 
     def fits(wanted: EngineConfig) -> bool:
         needed = _pool_bytes(spec, wanted) + _working_bytes(model, spec, wanted)
-        needed += recall_bytes(model, spec, wanted)
+        needed += recall_bytes(model, spec, wanted) + digest_budget(wanted, spec)
         return model.weight_bytes + GRAPH_BYTES + needed <= memory.free_bytes
 
     one = dataclasses.replace(config, gpu_bytes=None, max_sessions=1)
@@ -164,6 +164,7 @@ def plan_gpu(memory: DeviceMemory, model: ModelSize, spec: KVSpec, config: Engin
         _largest(sessions, lambda number: fits(dataclasses.replace(one, max_sessions=number))),
         _largest(windows, lambda size: fits(_with_window(one, size))),
         recall_bytes(model, spec, config),
+        digest_budget(config, spec),
     )
 
 
@@ -176,31 +177,37 @@ def _with_window(config: EngineConfig, window_size: int) -> EngineConfig:
 
 
 def recall_bytes(model: ModelSize, spec: KVSpec, config: EngineConfig) -> int:
-    """What recall needs besides the blocks that it brings back."""
+    """What recall needs besides digests and the blocks that it brings back."""
     if config.recall_blocks == 0:
         return 0
     element = DTYPE_BYTES[spec.dtype]
     ring = NUM_PLACES * spec.num_layers * model.query_width * element
-    digests = PLANNED_TOKENS // spec.block_size * digest_bytes(spec)
-    return config.max_sessions * (ring + digests) + 2 * SCRATCH_BYTES
+    return config.max_sessions * ring + 2 * SCRATCH_BYTES
 
 
 def require_room(plan: GpuPlan, spec: KVSpec, config: EngineConfig) -> None:
     """Raise if a plan does not fit.
 
     Raises:
-        ConfigError: names `gpu_bytes`, `max_sessions`, `window_size` or `device`, whichever helps;
-            what there is; and what would fit.
+        ConfigError: names `digest_bytes`, `gpu_bytes`, `max_sessions`, `window_size` or `device`,
+            whichever helps; what there is; and what would fit.
     """
     if plan.fits:
         return
+    digests = f", digests ({format_size(plan.digest_bytes)})" if plan.digest_bytes else ""
     problem = (
         f"the GPU has {format_size(plan.free_bytes)} of {format_size(plan.total_bytes)} free; "
-        f"weights ({format_size(plan.weight_bytes)}), graphs ({format_size(plan.graph_bytes)}) and "
+        f"weights ({format_size(plan.weight_bytes)}), graphs ({format_size(plan.graph_bytes)})"
+        f"{digests} and "
         f"working memory ({format_size(plan.working_bytes + plan.recall_bytes)}) leave "
         f"{format_size(max(plan.room_bytes, 0))} for the gpu pool, which needs "
         f"{format_size(plan.pool_bytes)}"
     )
+    most = plan.digest_bytes + plan.spare_bytes
+    if config.digest_bytes is not None and plan.digest_bytes and most >= 0:
+        room = most if most >= page_bytes(0, digest_bytes(spec)) else 0
+        remedy = f'Use at most "{room >> 20}MiB": the rest of the digests lies in host memory.'
+        raise ConfigError("digest_bytes", config.digest_bytes, problem, remedy)
     smallest = blocks_of_session(config, spec, config.num_sink_tokens, config.window_size)
     remedies = []
     if config.gpu_bytes is not None and plan.room_bytes >= (smallest + 1) * spec.block_bytes:

@@ -118,6 +118,7 @@ class LiveStream:
             tiers=self.tiers.usage(),
             counters=self.executor.counters() | self.sharing.counters(),
             num_reused=self.reuse.num_tokens,
+            digests=self.executor.digest_usage(),
         )
 
     def set_mode(self, mode: Attention, recall_blocks: int | None) -> None:

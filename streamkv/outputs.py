@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from streamkv.digest_pages import DigestUsage
 from streamkv.tiers.usage import TierUsage
 
 
@@ -138,6 +139,7 @@ class SessionStats:
         tiers: usage of each tier, all sessions together.
         counters: promotions, demotions, evictions, misses and the like, by name.
         num_reused: tokens of this session, since it was opened, whose blocks were stored already.
+        digests: bytes of the digests by which old blocks are chosen, all sessions together.
     """
 
     name: str
@@ -150,3 +152,4 @@ class SessionStats:
     tiers: dict[str, TierUsage] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     num_reused: int = 0
+    digests: DigestUsage = field(default_factory=DigestUsage)

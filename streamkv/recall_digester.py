@@ -11,6 +11,7 @@ from torch import Tensor
 from streamkv.device_copies import to_device
 from streamkv.digest_file import DigestRow
 from streamkv.digest_index import DigestIndex, digest_dtype
+from streamkv.digest_memory import DigestMemory
 from streamkv.kernels.digests import block_digests
 from streamkv.recall_log import RecallLog
 from streamkv.recall_stream import RecallStream
@@ -26,9 +27,16 @@ class Digester:
         spec: layout of a block.
         pool: the gpu pool's blocks.
         heads: that choose.
+        memory: where digests lie.
+
+    Attributes:
+        memory: as given.
     """
 
-    def __init__(self, spec: KVSpec, pool: Tensor, heads: RetrievalHeads) -> None:
+    def __init__(
+        self, spec: KVSpec, pool: Tensor, heads: RetrievalHeads, memory: DigestMemory
+    ) -> None:
+        self.memory = memory
         self._spec = spec
         self._pool = pool
         self._heads = heads
@@ -46,7 +54,7 @@ class Digester:
 
     def open(self, log: RecallLog, block_size: int) -> DigestIndex:
         """The index of a sequence, with what its file has."""
-        index = DigestIndex(len(self._heads.kv_heads), self._spec, self._pool.device)
+        index = DigestIndex(len(self._heads.kv_heads), self._spec, self.memory)
         if log.digests is not None:
             for row in log.digests.rows(log.past.state.rewinds, block_size):
                 self._take_row(index, row)

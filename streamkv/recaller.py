@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from streamkv.digest_memory import DigestMemory
 from streamkv.errors import JournalError
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
@@ -40,7 +41,7 @@ from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
 
-RECALL_COUNTERS = ("absent", "choice_waits", "choice_wait_ms")
+RECALL_COUNTERS = ("absent", "digests_lost", "choice_waits", "choice_wait_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Recaller:
         tiers: where blocks are.
         heads: that choose.
         options: how sessions recall.
+        digest_memory: where digests lie.
 
     Attributes:
         options: as given.
@@ -82,9 +84,10 @@ class Recaller:
         tiers: TierManager,
         heads: RetrievalHeads,
         options: RecallOptions,
+        digest_memory: DigestMemory,
     ) -> None:
         self.options = options
-        self.digester = Digester(adapter.spec, pool, heads)
+        self.digester = Digester(adapter.spec, pool, heads, digest_memory)
         self.chooser = Chooser(adapter, heads, pool.device)
         self.installer = Installer(tiers)
         self._adapter = adapter
@@ -96,6 +99,7 @@ class Recaller:
         """What happened since opening, by name."""
         return {
             "absent": self.installer.num_absent,
+            "digests_lost": self.digester.memory.usage().num_lost,
             "choice_waits": self.chooser.num_waits,
             "choice_wait_ms": int(1000 * self.chooser.waited_s),
         }
@@ -331,6 +335,8 @@ class Recaller:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
         stream = self._streams.pop(sequence, None)
+        if stream is not None:
+            stream.index.close()
         if stream is not None and stream.log.digests is not None:
             stream.log.digests.close()
 

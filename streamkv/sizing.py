@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamkv.config import EngineConfig, format_size, parse_size
+from streamkv.digest_pages import page_bytes
 from streamkv.errors import ConfigError
 from streamkv.recall_schedule import question_tokens
 from streamkv.recalled import farthest
@@ -15,6 +16,9 @@ from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
 if TYPE_CHECKING:
     from streamkv.model import ModelAdapter
+
+PLANNED_TOKENS = 1 << 17
+"""Tokens of a session whose digests have room on a GPU by default."""
 
 SYSTEM_PROMPT_TOKENS = 512
 """Length of system prompt that the default gpu pool has room for in each session."""
@@ -98,6 +102,29 @@ def table_capacity(config: EngineConfig, spec: KVSpec) -> int:
 def digest_bytes(spec: KVSpec) -> int:
     """Bytes of the digest of one block, by which it is chosen for recall, at most."""
     return 2 * NUM_HEADS * spec.block_size * spec.head_dim
+
+
+def digest_budget(config: EngineConfig, spec: KVSpec) -> int:
+    """Bytes of a GPU for digests; 0 without recall.
+
+    Raises:
+        ConfigError: `digest_bytes` has no room for a page of them, and is not 0.
+    """
+    if config.recall_blocks == 0:
+        return 0
+    one = digest_bytes(spec)
+    if config.digest_bytes is None:
+        return config.max_sessions * (PLANNED_TOKENS // spec.block_size) * one
+    budget = parse_size("digest_bytes", config.digest_bytes)
+    least = page_bytes(0, one)
+    if 0 < budget < least:
+        raise ConfigError(
+            "digest_bytes",
+            config.digest_bytes,
+            f"the first page of a session's digests takes {format_size(least)}",
+            f"Use at least {format_size(least)}, or 0 for digests in host memory only.",
+        )
+    return budget
 
 
 def num_gpu_blocks(config: EngineConfig, spec: KVSpec) -> int:

@@ -46,6 +46,17 @@ def doctor(
             help="Instead, compare a stream with itself, its blocks brought back from each tier.",
         ),
     ] = False,
+    recall_blocks: Annotated[
+        int, typer.Option("--recall-blocks", help="Plan a GPU's memory with so many recalled.")
+    ] = 0,
+    digest_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--digest-bytes",
+            help="Of the GPU, for digests; 0: all in host memory.",
+            show_default="131,072 tokens of each session",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", help="Where --self-check computes: auto, cpu or cuda.")
     ] = "auto",
@@ -62,7 +73,7 @@ def doctor(
         check_tiers(model, dtype, device, output)
         return
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    config = EngineConfig(**given)
+    config = EngineConfig(**given, recall_blocks=recall_blocks, digest_bytes=digest_bytes)
     path = chosen_store(model, store, dtype)
     with output.busy("Looking at this machine ..."):
         machine = examine_machine(path)

@@ -98,11 +98,13 @@ def _rows(plan: GpuPlan) -> list[tuple[str, str]]:
         "weights": plan.weight_bytes,
         "graphs and workspaces": plan.graph_bytes,
         "logits and activations": plan.working_bytes,
-        "digests and queries for recall": plan.recall_bytes,
+        "queries and scores for recall": plan.recall_bytes,
+        "digests for recall": plan.digest_bytes,
         f"gpu pool, {plan.num_blocks} blocks": plan.pool_bytes,
     }
-    if plan.recall_bytes == 0:
-        del parts["digests and queries for recall"]
+    for name in ("queries and scores for recall", "digests for recall"):
+        if parts[name] == 0:
+            del parts[name]
     rows = [(name, format_size(num_bytes)) for name, num_bytes in parts.items()]
     spare = format_size(plan.spare_bytes) if plan.fits else "none"
     return [*rows, ("to spare", spare), ("max_sessions that fit", str(plan.max_sessions))]

@@ -6,6 +6,7 @@ from typing import Any
 
 from streamkv.cli.console import Output
 from streamkv.config import format_size
+from streamkv.digest_pages import DigestUsage
 from streamkv.outputs import SessionStats
 from streamkv.tiers.usage import TierUsage
 
@@ -17,6 +18,7 @@ def show_stats(stats: SessionStats, output: Output) -> None:
         f"the newest {stats.num_window_tokens:,}"
     )
     show_tiers(stats.tiers, output)
+    show_digests(stats.digests, output)
     happened = {name: count for name, count in sorted(stats.counters.items()) if count}
     if happened:
         output.line(", ".join(f"{name} {count:,}" for name, count in happened.items()))
@@ -29,6 +31,16 @@ def show_tiers(tiers: Mapping[str, TierUsage], output: Output) -> None:
         for name, usage in tiers.items()
     ]
     output.columns(rows, ("tier", "holds", "bytes", "limit"))
+
+
+def show_digests(digests: DigestUsage, output: Output) -> None:
+    """Print where the digests of an engine that can recall lie; else nothing."""
+    if digests.gpu_bytes or digests.cpu_bytes:
+        parts = [f"{format_size(digests.cpu_bytes)} in host memory"]
+        if digests.gpu_limit_bytes:
+            limit = format_size(digests.gpu_limit_bytes)
+            parts.insert(0, f"{format_size(digests.gpu_bytes)} of {limit} on the gpu")
+        output.line(f"digests: {', '.join(parts)}")
 
 
 def stats_as_json(stats: SessionStats) -> dict[str, Any]:

@@ -99,6 +99,36 @@ def test_what_sink_tokens_draw_counts_for_no_block(
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scratch_bytes", [0, 60_000, 1 << 30])
+def test_keys_that_are_fetched_give_the_same_weights_to_the_bit_and_each_comes_once(
+    scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pages but the second are away; nothing but what was fetched is read of them."""
+    monkeypatch.setattr(digests_module, "SCRATCH_BYTES", scratch_bytes)
+    pool, queries = random_pool(9), some_queries(5)
+    digests, angles = block_digests(pool, torch.arange(9), KV), ROPE.rows(torch.tensor(700))
+    there = [page.clone() for page in torch.tensor_split(digests, [1, 4, 8], 1)]
+    pages = [torch.full_like(page, math.nan) for page in there]
+    pages[1] = there[1]
+    moved: list[tuple[int, int]] = []
+
+    def fetch(keys: Tensor) -> Tensor:
+        # Which part of which page it is, by its address.
+        for number, (away, page) in enumerate(zip(pages, there, strict=True)):
+            start = (keys.data_ptr() - away.data_ptr()) // keys.element_size()
+            if 0 <= start < away.numel():
+                moved.extend((number, at) for at in range(start, start + keys.numel(), DIM * B))
+                return page.flatten()[start : start + keys.numel()].view(keys.shape)
+        raise AssertionError("none of these pages")
+
+    found = block_weights(queries, pages, ROWS, *angles, SCALES, 4, fetch)
+    plain = block_weights(queries, there, ROWS, *angles, SCALES, 4)
+    assert torch.equal(found, plain)
+    expected = expected_weights(queries, pool, list(range(9)), 700, 4)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    assert len(moved) == len(set(moved)) == 9 * len(set(ROWS))
+
+
 def test_a_digest_is_the_keys_of_its_heads_as_they_are_stored() -> None:
     pool = random_pool(4).to(torch.bfloat16)
     digests = block_digests(pool, torch.tensor([2, 0]), KV)

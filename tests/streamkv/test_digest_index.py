@@ -1,10 +1,19 @@
-"""The index of digests: what is chosen, and that growing, rewinding and forking change nothing."""
+"""The index of digests: what is chosen, and that growing, rewinding and forking change nothing.
+
+All of it with pages on the device, in host memory, and some here and some there.
+"""
+
+import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+from late_copies import Exhausted, LateCopies
 from torch import Tensor
 
-from streamkv.digest_index import DigestIndex, page_rows
+from streamkv.digest_index import DigestIndex
+from streamkv.digest_memory import DigestMemory
+from streamkv.digest_pages import page_bytes, room_bytes
 from streamkv.kernels.digests import block_weights
 from streamkv.kernels.rope import RopeTables, rotate
 from streamkv.retrieval_heads import NUM_HEADS
@@ -17,6 +26,37 @@ ROWS, SCALES = [0, 1, 1], [0.25, 0.25, 0.5]
 ANGLES = ROPE.rows(torch.tensor(512))
 
 
+KIB = 1 << 10
+DIGEST_BYTES = 4 * KIB
+"""Pages take 256 KiB, 512 KiB, 1 MiB and so on."""
+MEMORIES = {
+    "host": lambda: DigestMemory("cpu"),
+    "device": lambda: DigestMemory("cpu", 1 << 25),
+    "both": lambda: DigestMemory("cpu", 800 * KIB),
+    "late": lambda: DigestMemory("cpu", 0, LateCopies()),
+    "late both": lambda: DigestMemory("cpu", 800 * KIB, LateCopies()),
+}
+made_memories: list[DigestMemory] = []
+kind_of_memory = "host"
+
+
+@pytest.fixture(autouse=True, params=list(MEMORIES))
+def in_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test runs with each kind of memory, which is whole in the end."""
+    global kind_of_memory
+    kind_of_memory = request.param
+    made_memories.clear()
+    yield
+    for each in made_memories:
+        each.check_integrity()
+
+
+def memory() -> DigestMemory:
+    """The one that is tested."""
+    made_memories.append(MEMORIES[kind_of_memory]())
+    return made_memories[-1]
+
+
 def key(index: int) -> BlockKey:
     return BlockKey((2 * index).to_bytes(16, "big"))
 
@@ -26,7 +66,7 @@ def digest(index: int) -> Tensor:
 
 
 def index_of(num_blocks: int, without: frozenset[int] = frozenset()) -> DigestIndex:
-    made = DigestIndex(2, SPEC, "cpu")
+    made = DigestIndex(2, SPEC, memory())
     for block in range(num_blocks):
         if block in without:
             made.put_missing(block)
@@ -102,7 +142,7 @@ def test_sink_tokens_are_no_reason_to_recall(num_sinks: int) -> None:
 
 
 def test_sink_tokens_that_draw_all_attention_do_not_have_their_block_chosen() -> None:
-    made = DigestIndex(2, SPEC, "cpu")
+    made = DigestIndex(2, SPEC, memory())
     query = QUERIES.mean(1, keepdim=True)
     for block in range(8):
         made.put(block, [key(block)], 0.1 * digest(block)[:, None])
@@ -132,7 +172,7 @@ def test_a_block_that_cannot_be_found_again_is_never_chosen() -> None:
 
 
 def test_a_tie_goes_to_the_earlier_block() -> None:
-    index = DigestIndex(2, SPEC, "cpu")
+    index = DigestIndex(2, SPEC, memory())
     for block in range(6):
         index.put(block, [key(block)], digest(0)[:, None])
     assert choose(index, 6, 2) == (0, 1)
@@ -163,7 +203,7 @@ def test_a_fork_writes_to_no_page_of_its_origin() -> None:
 
 @pytest.mark.parametrize("cuts", [[200], [64, 136], [1, 62, 2, 135], [3000], [191, 2809]])
 def test_blocks_sealed_together_are_those_sealed_one_by_one(cuts: list[int]) -> None:
-    index, first = DigestIndex(2, SPEC, "cpu"), 0
+    index, first = DigestIndex(2, SPEC, memory()), 0
     for count in cuts:
         extended(index, range(first, first + count))
         first += count
@@ -176,9 +216,9 @@ def test_blocks_sealed_together_are_those_sealed_one_by_one(cuts: list[int]) -> 
 def test_digests_take_two_bytes_an_element_of_the_room_there_is() -> None:
     assert digest_bytes(SPEC) == 2 * NUM_HEADS * 64 * 16
     one = digest_bytes(SPEC) * 2 // NUM_HEADS
-    assert index_of(64).num_bytes == 64 * one
-    assert index_of(65).num_bytes == (64 + 128) * one
-    assert [page_rows(number) for number in range(6)] == [64, 128, 256, 512, 1024, 1024]
+    assert one == DIGEST_BYTES
+    assert index_of(64).num_bytes == 64 * one == room_bytes(64, one)
+    assert index_of(65).num_bytes == (64 + 128) * one == room_bytes(65, one)
 
 
 def test_a_block_that_is_sealed_once_more_has_its_new_digest() -> None:
@@ -192,3 +232,144 @@ def test_a_block_that_is_sealed_once_more_has_its_new_digest() -> None:
         assert torch.equal(index.digest(block), digest(block).half())
     index.put_missing(30)
     assert len(index) == 200 and index.key(30) is None and index.key(31) == key(31)
+
+
+def weights(index: DigestIndex, num_blocks: int) -> Tensor:
+    """Of all blocks, missing ones too."""
+    pages, fetch = list(index._cut(0, num_blocks)), index._memory.fetch
+    return block_weights(QUERIES, pages, ROWS, *ANGLES, SCALES, fetch=fetch)
+
+
+def as_lists(blocks: list[int | None]) -> Tensor:
+    """Digests of blocks by their seeds in one piece, with zeros for what is missing."""
+    rows = [torch.zeros(2, 64, 16) if seed is None else digest(seed) for seed in blocks]
+    return torch.stack(rows, 1).half()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_done_weights_are_to_the_bit_those_of_pages_on_the_device(seed: int) -> None:
+    """Two streams that share memory, grown, rewound, forked and ended by chance, beside lists."""
+    draw = random.Random(seed)
+    memories = [memory(), DigestMemory("cpu", 1 << 25)]
+    streams = [[DigestIndex(2, SPEC, each)] * 1 for each in memories]
+    told: list[list[int | None]] = [[]]
+    for step in range(60):
+        at = draw.randrange(len(told))
+        match draw.choice(["grow", "grow", "grow", "again", "miss", "rewind", "fork", "end"]):
+            case "grow":
+                count, first = draw.choice([1, 3, 70, 150]), len(told[at])
+                for each in streams:
+                    extended(each[at], range(first, first + count), seed=1000 * step)
+                told[at] += [1000 * step + block for block in range(first, first + count)]
+            case "again" if len(told[at]) > 5:
+                first = draw.randrange(len(told[at]) - 4)
+                for each in streams:
+                    extended(each[at], range(first, first + 3), seed=1000 * step)
+                told[at][first : first + 3] = [1000 * step + first + i for i in range(3)]
+            case "miss":
+                for each in streams:
+                    each[at].put_missing(len(told[at]))
+                told[at].append(None)
+            case "rewind":
+                left = draw.randrange(len(told[at]) + 1)
+                for each in streams:
+                    each[at].truncate(left)
+                del told[at][left:]
+            case "fork" if len(told) < 4:
+                for each in streams:
+                    each.append(each[at].copy())
+                told.append(list(told[at]))
+            case "end" if len(told) > 1:
+                for each in streams:
+                    each.pop(at).close()
+                told.pop(at)
+    for at, blocks in enumerate(told):
+        for each in streams:
+            assert [each[at].key(i) is None for i in range(len(blocks))] == [
+                block is None for block in blocks
+            ]
+        if blocks:
+            found, other = (weights(each[at], len(blocks)) for each in streams)
+            assert torch.equal(found, other)
+            plain = block_weights(QUERIES, [as_lists(blocks)], ROWS, *ANGLES, SCALES)
+            torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-4)
+    for each, one in zip(streams, memories, strict=True):
+        for index in each:
+            index.close()
+        usage = one.usage()
+        assert (usage.gpu_bytes, usage.cpu_bytes, usage.num_lost) == (0, 0, 0)
+
+
+def test_a_choice_right_behind_a_write_sees_it_and_so_does_the_host() -> None:
+    index = index_of(300)
+    extended(index, range(298, 310), seed=5000)
+    assert torch.equal(index.digest(309), digest(5309).half())
+    extended(index, range(310, 311), seed=5000)
+    found = weights(index, 311)
+    told = [*range(298), *(5000 + block for block in range(298, 311))]
+    plain = block_weights(QUERIES, [as_lists(list(told))], ROWS, *ANGLES, SCALES)
+    torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-4)
+
+
+def test_pages_of_a_fork_count_once_and_are_given_back_by_the_last() -> None:
+    index = index_of(100)
+    one = index._memory
+    before = one.usage()
+    fork = index.copy()
+    assert one.usage() == before
+    extended(fork, range(100, 101))
+    grown = sum((one.usage().gpu_bytes, one.usage().cpu_bytes))
+    # The second page, which has the new block, has a copy; the first one is shared.
+    assert grown == room_bytes(100, DIGEST_BYTES) + page_bytes(1, DIGEST_BYTES)
+    index.close()
+    assert sum((one.usage().gpu_bytes, one.usage().cpu_bytes)) == fork.num_bytes
+    # Alone again: what is written now is written in place.
+    extended(fork, range(3, 5), seed=77)
+    assert sum((one.usage().gpu_bytes, one.usage().cpu_bytes)) == fork.num_bytes
+    fork.close()
+    assert one.usage().gpu_bytes == one.usage().cpu_bytes == 0
+
+
+def test_a_rewind_gives_pages_back_and_what_comes_then_uses_them() -> None:
+    index = index_of(500)
+    whole = index._memory.usage()
+    index.truncate(64)
+    assert index.num_bytes == page_bytes(0, DIGEST_BYTES)
+    usage = index._memory.usage()
+    assert usage.gpu_bytes + usage.cpu_bytes == index.num_bytes
+    extended(index, range(64, 500))
+    assert index._memory.usage() == whole
+    assert choose(index, 500, 9) == heaviest(list(range(500)), 9)
+
+
+def test_blocks_without_memory_for_their_digests_cannot_be_chosen_and_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Room for the first page only; then the host has memory again."""
+    one = Exhausted("cpu", page_bytes(0, DIGEST_BYTES))
+    index = DigestIndex(2, SPEC, one)
+    extended(index, range(100))
+    index.put_missing(100)
+    fork = index.copy()
+    extended(index, range(10, 12), seed=1000)
+    extended(index, range(101, 110))
+    assert one.usage().num_lost == (100 - 64) + 2 + 9 and len(index) == 110
+    assert index.key(63) == key(63) and {index.key(i) for i in (10, 11, 64, 109)} == {None}
+    assert fork.key(10) == key(10) and torch.equal(fork.digest(10), digest(10).half())
+    left = [block for block in range(64) if block not in (10, 11)]
+    assert len(left) == 62 and choose(index, 110, 62) == tuple(left)
+    told: list[int | None] = [*range(64), *[None] * 46]
+    plain = block_weights(QUERIES, [as_lists(told)], ROWS, *ANGLES, SCALES)
+    torch.testing.assert_close(weights(index, 110), plain, atol=1e-6, rtol=1e-4)
+    assert len([r for r in caplog.records if "no memory for the digests" in r.message]) == 1
+    one.is_exhausted = False
+    # On a page that was not there before, what else is on it is still missing.
+    extended(index, range(70, 72))
+    told[70:72] = [70, 71]
+    plain = block_weights(QUERIES, [as_lists(told)], ROWS, *ANGLES, SCALES)
+    torch.testing.assert_close(weights(index, 110), plain, atol=1e-6, rtol=1e-4)
+    assert index.key(70) == key(70) and index.key(72) is None
+    index.close()
+    fork.close()
+    one.check_integrity()
+    assert one.usage().gpu_bytes == one.usage().cpu_bytes == 0

@@ -65,18 +65,52 @@ def test_the_parts_are_those_counted_by_hand() -> None:
     require_room(plan, SPEC, config)
 
 
-def test_recall_takes_queries_digests_and_scores_of_each_session() -> None:
+def test_recall_takes_queries_of_each_session_scores_and_digests() -> None:
     """By hand: 16 layers of 1000 bytes a query, digests of 2,048 blocks, two rooms for scores."""
     model = dataclasses.replace(MODEL, query_width=500)
     config = dataclasses.replace(CONFIG, recall_blocks=3)
     plan = plan_gpu(DeviceMemory(80 * GIB, 10 * GIB), model, SPEC, config)
     plain = plan_gpu(DeviceMemory(80 * GIB, 10 * GIB), model, SPEC, CONFIG)
-    assert (
-        plan.recall_bytes == 4 * (NUM_PLACES * 16_000 + 2048 * digest_bytes(SPEC)) + 2 * 128 * MIB
-    )
-    assert plan.num_blocks == plain.num_blocks + 4 * (3 + 2) and plain.recall_bytes == 0
-    assert plan.room_bytes == plain.room_bytes - plan.recall_bytes
+    assert plan.recall_bytes == 4 * NUM_PLACES * 16_000 + 2 * 128 * MIB
+    assert plan.digest_bytes == 4 * 2048 * digest_bytes(SPEC) == 512 * MIB
+    assert plan.num_blocks == plain.num_blocks + 4 * (3 + 2)
+    assert plain.recall_bytes == plain.digest_bytes == 0
+    assert plan.room_bytes == plain.room_bytes - plan.recall_bytes - plan.digest_bytes
     assert plan.max_sessions < plain.max_sessions and plan.max_window == 512
+
+
+@pytest.mark.parametrize("max_sessions", [1, 4, 30])
+def test_a_budget_of_digests_is_the_same_for_any_number_of_sessions(max_sessions: int) -> None:
+    recall = {"recall_blocks": 3, "max_sessions": max_sessions}
+    for size, expected in (("100MiB", 100 * MIB), (0, 0), (4 * MIB, 4 * MIB)):
+        plan, config = planned(10 * GIB, **recall, digest_bytes=size)
+        assert plan.digest_bytes == expected
+        require_room(plan, SPEC, config)
+    assert planned(10 * GIB, digest_bytes="100MiB")[0].digest_bytes == 0, "nothing is recalled"
+
+
+def test_a_budget_without_room_for_a_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"digest_bytes='1MiB'.*takes 4.0 MiB.*or 0 for"):
+        planned(10 * GIB, recall_blocks=3, digest_bytes="1MiB")
+
+
+@pytest.mark.parametrize("digest_bytes", ["900MiB", "7GiB"])
+def test_a_budget_too_large_is_refused_with_the_size_that_fits(digest_bytes: str) -> None:
+    error = refusal(3 * GIB, recall_blocks=3, digest_bytes=digest_bytes)
+    assert (error.field, error.value) == ("digest_bytes", digest_bytes)
+    assert "graphs (512.0 MiB), digests (" in error.problem
+    size = error.remedy.split('"')[1]
+    assert planned(3 * GIB, recall_blocks=3, digest_bytes=size)[0].fits
+    more = parse_size("digest_bytes", size) + MIB
+    assert not planned(3 * GIB, recall_blocks=3, digest_bytes=more)[0].fits
+
+
+def test_where_no_page_of_digests_fits_none_is_the_remedy() -> None:
+    least = planned(3 * GIB, recall_blocks=3, digest_bytes=0)[0]
+    free = 3 * GIB - least.spare_bytes + 3 * MIB
+    error = refusal(free, recall_blocks=3, digest_bytes="64MiB")
+    assert error.remedy.startswith('Use at most "0MiB"')
+    assert planned(free, recall_blocks=3, digest_bytes="0MiB")[0].spare_bytes == 3 * MIB
 
 
 @pytest.mark.parametrize("free_bytes", [0, 3 * GIB, 10 * GIB])
@@ -158,17 +192,29 @@ def test_a_gpu_too_small_for_any_window_is_refused(free_bytes: int) -> None:
     max_sessions=st.integers(1, 400),
     window_size=st.integers(64, 20_000),
     gpu_bytes=st.none() | st.integers(400 * MIB, 6 * GIB),
+    recall=st.sampled_from([{}, {"recall_blocks": 3}])
+    | st.integers(4 * MIB, 4 * GIB).map(lambda size: {"recall_blocks": 3, "digest_bytes": size}),
 )
 def test_whatever_does_not_fit_is_refused_with_a_remedy_that_does(
-    free: int, max_sessions: int, window_size: int, gpu_bytes: int | None
+    free: int,
+    max_sessions: int,
+    window_size: int,
+    gpu_bytes: int | None,
+    recall: dict[str, int],
 ) -> None:
+    if recall:
+        window_size = max(window_size, 3 * 64)
     options = {"max_sessions": max_sessions, "window_size": window_size, "gpu_bytes": gpu_bytes}
+    options |= recall
     plan, config = planned(free, **options)
     if plan.fits:
         require_room(plan, SPEC, config)
         return
     error = refusal(free, **options)
     match error.field:
+        case "digest_bytes":
+            size = error.remedy.split('"')[1]
+            assert planned(free, **(options | {"digest_bytes": size}))[0].fits
         case "gpu_bytes" if "at most" in error.remedy:
             size = error.remedy.split('"')[1]
             assert parse_size("gpu_bytes", size) > 0
@@ -180,7 +226,8 @@ def test_whatever_does_not_fit_is_refused_with_a_remedy_that_does(
             change = {"gpu_bytes": None, "max_sessions": 1, "window_size": plan.max_window}
             assert planned(free, **(options | change))[0].fits
         case _:
-            change = {"gpu_bytes": None, "max_sessions": 1, "window_size": 64}
+            least = 3 * 64 if recall else 64
+            change = {"gpu_bytes": None, "max_sessions": 1, "window_size": least}
             assert not planned(free, **(options | change))[0].fits
 
 

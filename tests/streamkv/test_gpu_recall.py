@@ -30,7 +30,8 @@ from torch import Tensor
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session, recaller
 from streamkv.digest_index import DigestIndex
-from streamkv.kernels.digests import block_digests
+from streamkv.digest_memory import DigestMemory
+from streamkv.kernels.digests import block_digests, block_weights
 from streamkv.kernels.rope import RopeTables
 from streamkv.observed_queries import NUM_OBSERVED
 from streamkv.past import MemoryPast
@@ -268,7 +269,9 @@ def test_a_captured_step_attends_to_recalled_blocks_as_an_eager_one_does(
 INDEX_SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 
 
-def test_digesting_and_choosing_wait_for_nothing() -> None:
+@pytest.mark.parametrize("budget", [64 << 20, 0])
+def test_digesting_and_choosing_wait_for_nothing(budget: int) -> None:
+    """With digests on the device, and in page-locked memory of the host."""
     rope = RopeTables(10000.0 ** -(torch.arange(32).double() / 32), 1)
     angles = tuple(each.cuda() for each in rope.rows(torch.tensor(300)))
     kv_heads = torch.tensor([[0, 1], [2, 0]], device="cuda")
@@ -276,7 +279,7 @@ def test_digesting_and_choosing_wait_for_nothing() -> None:
     queries = queries.bfloat16()
     pool = torch.randn(8, 3, 2, 2, 64, 64, device="cuda").bfloat16()
     block_ids = torch.arange(8, device="cuda")
-    index = DigestIndex(2, INDEX_SPEC, "cuda")
+    index = DigestIndex(2, INDEX_SPEC, DigestMemory("cuda", budget))
 
     def extend() -> None:
         first = len(index)
@@ -293,6 +296,7 @@ def test_digesting_and_choosing_wait_for_nothing() -> None:
         extend()
     index.put_missing(len(index))
     choose().blocks()
+    assert (index._memory.usage().cpu_bytes > 0) == (budget == 0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -306,6 +310,48 @@ def test_digesting_and_choosing_wait_for_nothing() -> None:
     assert choosing.is_known() and len(set(found)) == 4 and min(found) >= 1
     assert index.key(24) is None and 24 not in found
     assert choose().blocks() == found
+
+
+def test_digests_in_host_memory_are_chosen_to_the_bit_as_on_the_device() -> None:
+    """Blocks that a slow device has sealed, one run after the other, read right behind it."""
+    rope = RopeTables(10000.0 ** -(torch.arange(32).double() / 32), 1)
+    cos, sin = (each.cuda() for each in rope.rows(torch.tensor(300)))
+    queries = torch.randn(3, 16, 64, device="cuda").bfloat16()
+    pool = torch.randn(8, 3, 2, 2, 64, 64, device="cuda").bfloat16()
+    kv_heads = torch.tensor([[0, 1], [2, 0]], device="cuda")
+    block_ids = torch.arange(8, device="cuda")
+    budgets = (256 << 20, 0, 3 << 20)
+    indices = [DigestIndex(2, INDEX_SPEC, DigestMemory("cuda", budget)) for budget in budgets]
+    for turn in range(60):
+        # Other digests each time, of a device that is behind.
+        pool.mul_(1.01)
+        if turn % 20 == 0:
+            spin()
+        digests = block_digests(pool, block_ids, kv_heads)
+        for index in indices:
+            keys = [BlockKey((2 * (8 * turn + i)).to_bytes(16, "big")) for i in range(8)]
+            index.put(8 * turn, keys, digests)
+    spin()
+    found = []
+    for index in indices:
+        pages, fetch = list(index._cut(0, 480)), index._memory.fetch
+        found.append(block_weights(queries, pages, [0, 1, 1], cos, sin, [0.125] * 3, fetch=fetch))
+    last = [BlockKey(bytes(16))]
+    spin()
+    for index in indices:
+        index.put(480, last, 2 * digests[:, :1])
+        assert torch.equal(index.digest(480).cpu(), (2 * digests[:, 0]).cpu())
+    fork = indices[1].copy()
+    spin()
+    fork.put(480, last, 3 * digests[:, :1])
+    assert torch.equal(fork.digest(480), (3 * digests[:, 0]).cpu())
+    assert torch.equal(fork.digest(479), indices[0].digest(479).cpu())
+    assert torch.equal(indices[1].digest(480), (2 * digests[:, 0]).cpu())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    for index in (*indices, fork):
+        index.close()
+    for index in indices:
+        assert index._memory.usage().gpu_bytes == index._memory.usage().cpu_bytes == 0
 
 
 def test_an_answer_that_waits_for_its_choice_is_counted(tiny_model_dir: Path) -> None:
@@ -346,7 +392,9 @@ def replace_what_a_slow_step_reads(
     )
     recalled = RecallOptions(1, STRIDE, "far")
     heads = RetrievalHeads((Head(0, 0), Head(3, 1)), group=1)
-    recaller = Recaller(adapter, made.pool.data, made.manager, heads, recalled)
+    recaller = Recaller(
+        adapter, made.pool.data, made.manager, heads, recalled, DigestMemory("cuda", 1 << 20)
+    )
     sequence = Sequence(1, Window(3 * STRIDE), 64, ROOT)
     recaller.open(sequence, RecallLog(MemoryPast()))
     recaller.resume(sequence, True)

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from late_copies import Exhausted, LateCopies
 
-from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv import Engine, EngineConfig, SamplingParams, Session, device, digest_pages
+from streamkv.digest_memory import DigestMemory
 from streamkv.errors import ConfigError, StoreError
 
 WINDOW_SIZE, STRIDE = 192, 64
@@ -112,6 +114,66 @@ def test_an_answer_attends_to_what_the_question_chose(tiny_model_dir: Path) -> N
         session.set_mode("window")
         assert session.mode == "window"
         assert len(session._live.sequence.table.recalled) == 0
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("budget", [0, 40_000, 1 << 24])
+def test_results_do_not_depend_on_where_digests_lie(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    has_store: bool,
+) -> None:
+    """On a device, which writes and reads the host's memory late, in part of it, and on a CPU."""
+    monkeypatch.setattr(digest_pages, "FIRST_BLOCKS", 2)
+    copies = LateCopies()
+    memories = [DigestMemory("cpu"), DigestMemory("cpu", budget, copies)]
+    told = []
+    for number, memory in enumerate(memories):
+        monkeypatch.setattr(device, "DigestMemory", lambda *_, memory=memory: memory)
+        store = str(tmp_path / str(number)) if has_store else None
+        with Engine(str(tiny_model_dir), options(store=store, max_sessions=4)) as engine:
+            session, other = engine.session("one"), engine.session("other")
+            other.feed([some_ids(500, seed=5)]).run()
+            found: list[object] = [scores(session, some_ids(), 7)]
+            if has_store:
+                session.close()
+                session = engine.session("one")
+            fork = session.fork("fork")
+            for each in (session, fork, other):
+                each.feed([some_ids(300, seed=11)]).run()
+                found.append([delta.token_id for delta in each.generate(GREEDY)])
+                found.append(each.attended())
+            session.rewind(400)
+            session.feed([some_ids(300, seed=7)]).run()
+            found += [[delta.token_id for delta in session.generate(GREEDY)], session.attended()]
+            usage = engine.digest_usage()
+            assert usage == session.stats().digests and usage.num_lost == 0
+            assert (usage.gpu_bytes > 0) == (number == 1 and budget > 0)
+            assert (usage.cpu_bytes > 0) == (number == 0 or budget < 1 << 24)
+            for each in (session, fork, other):
+                each.close()
+            memory.check_integrity()
+            usage = engine.digest_usage()
+            assert usage.gpu_bytes == usage.cpu_bytes == 0
+            told.append(found)
+    assert told[0] == told[1]
+    assert told[0][2] and (copies.num_asked > 0) == (budget < 1 << 24)
+
+
+def test_without_memory_for_digests_a_stream_goes_on_and_recalls_nothing(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "DigestMemory", lambda *_: Exhausted("cpu"))
+    with Engine(str(tiny_model_dir), options()) as engine:
+        session = engine.session("one")
+        session.feed([some_ids()]).run()
+        assert len(list(session.generate(GREEDY))) == 20
+        assert session.attended() == []
+        assert engine.counters()["digests_lost"] >= NUM_TOKENS // 64
+        assert engine.digest_usage().cpu_bytes == 0
+        engine._tiers.check_integrity()
 
 
 def num_used(engine: Engine) -> int:

@@ -99,6 +99,27 @@ def test_a_large_gpu_fits_and_its_parts_are_shown(
     assert as_json["spare_bytes"] == found.plan.spare_bytes
 
 
+def test_recall_has_its_lines_and_digests_the_size_that_was_asked_for(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(LARGE, tiny_model_dir).show(Output())
+    assert "recall" not in capsys.readouterr().out
+    report(LARGE, tiny_model_dir, recall_blocks=16, digest_bytes=GIB).show(Output())
+    shown = capsys.readouterr().out
+    assert "queries and scores for recall" in shown
+    assert "digests for recall             1.0 GiB\n" in shown
+    found = report(SMALL, tiny_model_dir, recall_blocks=16, digest_bytes=GIB)
+    assert found.refusal is not None
+
+
+@no_gpu
+def test_doctor_takes_what_the_plan_is_for(run: Run, where: list[str]) -> None:
+    recall = ["--recall-blocks", "16", "--digest-bytes"]
+    assert run("doctor", *where, "--no-measure", *recall, "1GiB").code == 0
+    ran = run("doctor", *where, "--no-measure", *recall, "much")
+    assert ran.err.startswith("error: digest_bytes='much': not a size.")
+
+
 def test_a_small_gpu_is_a_warning_with_the_engines_own_words(tiny_model_dir: Path) -> None:
     found = report(SMALL, tiny_model_dir)
     assert isinstance(found.refusal, ConfigError)

@@ -1,9 +1,11 @@
+import dataclasses
 import json
 
 import pytest
 
 from streamkv.cli.console import Output
 from streamkv.cli.stats import show_stats, stats_as_json
+from streamkv.digest_pages import DigestUsage
 from streamkv.outputs import SessionStats
 from streamkv.tiers.usage import TierUsage
 
@@ -31,6 +33,25 @@ def test_people_read_where_it_stands_and_what_happened(capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize(
+    ("digests", "shown"),
+    [
+        (DigestUsage(), None),
+        (DigestUsage(cpu_bytes=3 << 20), "digests: 3.0 MiB in host memory"),
+        (
+            DigestUsage(1 << 20, 1 << 30, 0),
+            "digests: 1.0 MiB of 1.0 GiB on the gpu, 0 B in host memory",
+        ),
+    ],
+)
+def test_people_read_where_digests_lie_if_there_are_any(
+    digests: DigestUsage, shown: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_stats(dataclasses.replace(STATS, digests=digests), Output())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "digests" in line] == ([] if shown is None else [shown])
+
+
 def test_scripts_get_every_number() -> None:
     data = json.loads(json.dumps(stats_as_json(STATS)))
     assert data["tiers"]["gpu"] == {
@@ -40,3 +61,9 @@ def test_scripts_get_every_number() -> None:
     }
     assert data["counters"]["misses"] == 0
     assert (data["name"], data["num_computed"]) == ("diary", 12_344)
+    assert data["digests"] == {
+        "gpu_bytes": 0,
+        "gpu_limit_bytes": 0,
+        "cpu_bytes": 0,
+        "num_lost": 0,
+    }
