@@ -119,6 +119,7 @@ _ATTENTION = (
         str,
         "How far away recalled blocks seem: far, cache or absolute.",
     ),
+    _Field("digest_bytes", "--digest-bytes", str, "On a GPU, of what blocks are chosen by."),
     _Field(
         "gpu_bytes", "--gpu-bytes", str, "Size of the gpu pool; what sessions need unless given."
     ),
