@@ -45,6 +45,7 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("scoring", reads_book=True),
     Benchmark("decode"),
     Benchmark("store"),
+    Benchmark("cold_recall"),
     Benchmark("resume"),
     Benchmark("memory"),
     Benchmark("sessions"),

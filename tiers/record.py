@@ -54,6 +54,11 @@ class PieceLayout:
         pages = min(max(pages, 1), _MAX_PIECE_PAGES)
         return cls(pages, pages * page_bytes - _PAGE_HEADER_BYTES)
 
+    @property
+    def piece_stride(self) -> int:
+        """Bytes from a piece to the next where they lie one behind the other."""
+        return self.piece_bytes + _PAGE_HEADER_BYTES
+
     def num_pieces(self, num_bytes: int) -> int:
         """Pieces that hold `num_bytes`."""
         return -(-num_bytes // self.piece_bytes)

@@ -79,6 +79,7 @@ class LmdbFile:
                 map_size=map_bytes,
                 readonly=self.readonly,
                 create=not self.readonly,
+                readahead=False,  # see page_advice
                 metasync=False,  # commits stay atomic and ordered; sync() makes them durable
                 mode=0o600,
                 max_readers=_MAX_READERS,

@@ -20,6 +20,7 @@ import numpy as np
 
 from streamkv.errors import InputError
 from streamkv.tiers.codec import Bytes, Codecs
+from streamkv.tiers.page_advice import ReadAhead
 from streamkv.tiers.record import BadRecordError, EncodedRecord, PieceLayout, RecordHeader
 from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
 
@@ -136,13 +137,16 @@ class Tables:
         """
         piece_bytes = self.layout.piece_bytes
         end = start + out.size
-        for index in range(start // piece_bytes, self.layout.num_pieces(end)):
+        wanted = range(start // piece_bytes, self.layout.num_pieces(end))
+        ahead = ReadAhead(len(wanted), self.layout.piece_stride)
+        for index in wanted:
             piece = txn.get(_PIECE.pack(header.sequence, index), db=self._pieces)
             if piece is None or len(piece) != piece_bytes:
                 raise BadRecordError(f"piece {index} is missing or torn")
             first = index * piece_bytes
             begin, stop = max(start, first), min(end, first + piece_bytes)
             view = np.frombuffer(piece, dtype=np.uint8)
+            ahead.follow(view.ctypes.data)
             out[begin - start : stop - start] = view[begin - first : stop - first]
 
     def put(self, txn: Transaction, record: EncodedRecord) -> None:

@@ -5,8 +5,10 @@ takes it away and sees the corruption it prevents; were the kernel not slow enou
 twin would fail.
 """
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from streamkv.tiers.keys import child_key, root_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.pinning import CudaPageLock
 from streamkv.tiers.spec import BlockKey, KVSpec
+from streamkv.tiers.ssd import SsdTier, StoreIdentity
 from streamkv.tiers.transfer import Completion, Finished
 
 pytestmark = [
@@ -272,3 +275,42 @@ def test_a_promoted_block_is_read_only_after_its_copy() -> None:
 def test_without_that_event_a_kernel_would_read_what_was_there_before() -> None:
     with rig(UnawaitedPromotions) as made:
         assert np.array_equal(attend_what_is_slowly_promoted(made), bytes_of(2))
+
+
+def test_a_prefetched_block_is_bit_for_bit_the_sealed_one(tmp_path: Path) -> None:
+    """From a kernel to ssd, read ahead into pinned memory, and back to what a kernel reads."""
+    cpu_pool = CpuPool(SPEC, 4 * SPEC.block_bytes, CudaPageLock(torch.device("cuda")))
+    pool = GpuPool(SPEC, 8, "cuda")
+    store = SsdTier(
+        tmp_path, SPEC, StoreIdentity("tiny", b"weights"), limit_bytes=64 << 20, codec="zstd"
+    )
+    manager = TierManager(
+        SPEC,
+        pool,
+        cpu_pool,
+        store,
+        retain="all",
+        on_pressure="wait",
+        watermark=0.0,
+        transfer=CudaTransfer(pool),
+    )
+    numbers = [5, 0, 9, 2]
+    with closing(cpu_pool), store, manager:
+        for number in range(12):
+            block_id = manager.allocate()
+            pool.row(block_id).copy_(torch.from_numpy(bytes_of(number)).cuda())
+            manager.seal(block_id, key_of(number))
+            manager.drop(block_id)
+        manager.flush()
+        keys = [key_of(number) for number in numbers]
+        ahead = [key for key in keys[:3] if manager.where(key) == "ssd"]
+        manager.prefetch(ahead)
+        while manager.counters()["prefetched"] < len(ahead):
+            threading.Event().wait(0.001)
+        assert ahead and all(manager.where(key) == "cpu" for key in ahead)
+        for number, block_id in zip(numbers, manager.fetch(keys), strict=True):
+            assert block_id is not None
+            seen = pool.row(block_id).clone().cpu().numpy()
+            assert np.array_equal(seen, bytes_of(number))
+            manager.drop(block_id)
+        manager.check_integrity()
