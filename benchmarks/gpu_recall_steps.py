@@ -28,7 +28,7 @@ from forced_choices import Event, ForcedChoices
 from open_models import Model, random_model, real_model
 from parts import Parts
 from random_model import LLAMA_8B, TINY
-from recall_sessions import Case, Pair, Run, opened_pair
+from recall_sessions import BLOCK, Case, Pair, Run, opened_pair
 from report import Report
 from step_times import paired_ratio
 
@@ -76,6 +76,7 @@ def add_share(
     newest = pairs[-1][0]
     moved = sum(e.num_new for e in newest.installed) * pair.engine.model.spec.block_bytes
     num_steps = newest.steps.num_steps
+    problems = [problem for recalling, _ in pairs for problem in recalling.problems]
     report.add(
         f"{name}_ratio",
         ratio,
@@ -87,7 +88,12 @@ def add_share(
         installing_ms=mean_ms(newest.installed),
         promoted_bytes_per_token=round(moved / num_steps),
         counted=newest.counted,
+        problems=problems,
     )
+    if problems:
+        # It was measured, and is no evidence.
+        report.figures[f"{name}_ratio"]["ok"] = False
+        say(f"  {name}: {problems[-1]}")
     middle = sorted(steps)[len(steps) // 2][0]
     report.add(f"{name}_ms", middle.mean, "ms per step", **middle._asdict())
     report.add(f"{name}_p99_ms", middle.p99, "ms per step")
@@ -144,6 +150,10 @@ def main() -> int:
                 f"and {case.recall_blocks} blocks, chosen every {pair.stride} tokens; "
                 f"{pair.num_measured} tokens measured, whole strides"
             )
+            missing = (case.history - case.window_size) // BLOCK - pair.num_kept
+            if missing > 0:
+                report.notes.append(f"{missing} blocks of the history had no room there")
+                report.is_whole = False
 
         if parts.run("reading", prepare):
             for batch, rounds in zip(case.batches, case.rounds, strict=True):

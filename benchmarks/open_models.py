@@ -21,6 +21,9 @@ from streamkv.model import ModelAdapter
 from streamkv.recall_bench.run import ModelFacts
 from streamkv.retrieval_heads import NUM_HEADS, Head, RetrievalHeads
 
+MOST_PINNING_S = 180.0
+"""Longest wait; 64 MiB take about 45 ms."""
+
 
 def some_heads(adapter: ModelAdapter, *_: object) -> RetrievalHeads:
     """Heads of as many layers and KV heads as there are: random weights have no better ones."""
@@ -81,10 +84,10 @@ def opened(stack: ExitStack, model: Model, config: EngineConfig) -> Engine:
 
 
 def wait_until_pinned(engine: Engine) -> float:
-    """Seconds until the cpu pool is page-locked: each piece stalls the device."""
+    """Seconds until the cpu pool is page-locked: each piece would stall the device."""
     began, pool = time.monotonic(), engine._cpu_pool
-    while pool._may_grow():
-        time.sleep(0.05)
+    while pool._may_grow() and time.monotonic() - began < MOST_PINNING_S:
+        time.sleep(0.02)
     return time.monotonic() - began
 
 
