@@ -109,7 +109,7 @@ def measure(parts: Parts, model: Model, settings: EngineConfig, token_ids: list[
 def main() -> int:
     """Measure; 0 if every part came to its end."""
     parser = arguments(__doc__)
-    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--model", help="instead of the demo model; in a quick run of a tiny one")
     parser.add_argument("--tokens", type=int, default=262_144, help="of the text (262,144)")
     parser.add_argument("--seconds", type=float, default=240.0, help="time to end in (240)")
     options = parser.parse_args()
@@ -121,7 +121,8 @@ def main() -> int:
     if options.quick:
         chunks, num_tokens = (512, 128), 3000
     parts = Parts(Report("gpu_recall_feed"), quick=options.quick, seconds=options.seconds)
-    model = random_model(TINY, None, device) if options.quick else real_model(options.model)
+    is_tiny = options.quick and options.model is None
+    model = random_model(TINY, None, device) if is_tiny else real_model(options.model or MODEL)
     token_ids = model.token_ids(num_tokens)
     for chunk in chunks:
         settings = config(chunk, num_tokens, model, options.quick, device)

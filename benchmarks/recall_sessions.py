@@ -61,8 +61,8 @@ class Case:
     def quick(self) -> "Case":
         """The same, tiny."""
         return replace(
-            self, history=3000, window_size=256, recall_blocks=4, prefill_chunk=128,
-            num_tokens=100, batches=(1, 2), rounds=(2, 1),
+            self, history=1500, window_size=256, recall_blocks=4, prefill_chunk=128,
+            num_tokens=64, batches=(1, 2), rounds=(2, 1),
         )  # fmt: skip
 
     def config(self, spec_bytes: int, *, recalls: bool) -> EngineConfig:
