@@ -7,7 +7,7 @@
 
 The table is made from `results/*.json`; the README's lies between the lines `<!-- figures -->` and
 `<!-- /figures -->`. A benchmark that fails does not keep the others from running, nor does one that
-is ended because its time is up; what it had written by then stays, and says that it is not complete.
+is ended because its time is up: what it had written by then stays, and says that it is incomplete.
 `--only` also says in which order. BENCHMARK_RESULTS is another folder for results.
 """
 
@@ -113,8 +113,8 @@ def run(benchmark: Benchmark, data: Path | None, quick: bool, limit_s: float | N
     if limit_s is not None and limit_s < LEAST_S:
         print(f"== {benchmark.name}: no time is left for it", flush=True)
         return False
-    # Its children end with it: they are in a group of their own.
-    process = subprocess.Popen(command_of(benchmark, data, quick, limit_s), start_new_session=True)
+    # Its children end with it: they are in one group.
+    process = subprocess.Popen(command_of(benchmark, data, quick, limit_s), process_group=0)
     try:
         return process.wait(limit_s) == 0
     except subprocess.TimeoutExpired:
