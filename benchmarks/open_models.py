@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import every, pieces, say, topics_ids
+import torch
+from common import every, pieces, require, say, topics_ids
 from parts import synchronize
 from random_model import ids, random_adapter, random_engine
 
@@ -76,8 +77,9 @@ def opened(stack: ExitStack, model: Model, config: EngineConfig) -> Engine:
     """An engine that is ready, its cpu pool pinned; it is closed with `stack`."""
     began = time.monotonic()
     engine = stack.enter_context(model.open_engine(config))
-    engine.wait_until_fast()
+    is_captured = engine.wait_until_fast() or not torch.cuda.is_available()
     say(f"  engine ready after {time.monotonic() - began:.1f} s")
+    require(is_captured, "decode steps are not captured as graphs")
     seconds = wait_until_pinned(engine)
     say(f"  {engine._cpu_pool.num_pinned_bytes >> 20} MiB pinned after {seconds:.1f} s more")
     return engine

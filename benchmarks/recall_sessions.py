@@ -29,6 +29,10 @@ COUNTED = (
     "shared",
     "absent",
     "misses",
+    "demotions",
+    "evictions",
+    "waits",
+    "wait_ms",
 )
 
 
