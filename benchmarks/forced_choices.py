@@ -34,6 +34,10 @@ class Forced(NamedTuple):
         self.real.blocks()
         return self.indices
 
+    def weights(self) -> tuple[float, ...]:
+        """Of each the same: nothing looked at them."""
+        return (1 / len(self.indices),) * len(self.indices)
+
 
 class Event(NamedTuple):
     """A choice that was made, or one that was brought back.
@@ -156,11 +160,11 @@ class ForcedChoices:
         self.made.append(Event(begun_s, seconds, sequence, num_new, len(indices)))
         return Forced(real, indices)
 
-    def install(self, sequence: Any, stream: Any, blocks: tuple[int, ...]) -> None:
+    def install(self, sequence: Any, stream: Any, choosing: Choosing) -> None:
         """Bring them back, and note how long that took."""
         recalled = sequence.table.recalled
         before, begun_s = set(recalled), time.perf_counter()
-        self._install(sequence, stream, blocks)
+        self._install(sequence, stream, choosing)
         seconds = time.perf_counter() - begun_s
         num_new = len(set(recalled) - before)
         self.installed.append(Event(begun_s, seconds, sequence, num_new, len(recalled)))

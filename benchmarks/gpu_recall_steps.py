@@ -129,9 +129,10 @@ def main() -> int:
     parser.add_argument("--case", choices=tuple(CASES), default="8b")
     parser.add_argument("--model", help="another one than that of the case")
     parser.add_argument("--tokenizer", type=Path, help="its directory, of random weights")
+    parser.add_argument("--digest-bytes", help="of the GPU for digests; by default the engine's")
     parser.add_argument("--seconds", type=float, default=480.0, help="time to end in (480)")
     options = parser.parse_args()
-    case = CASES[options.case]
+    case = replace(CASES[options.case], digest_bytes=options.digest_bytes)
     if options.quick:
         case = case.quick
     if not torch.cuda.is_available():
@@ -152,7 +153,7 @@ def main() -> int:
                 f"{case.name} on {case.device}: {case.history} tokens of history, {pair.num_kept} "
                 f"blocks of {model.block_bytes} bytes in the cpu pool; window {case.window_size} "
                 f"and {case.recall_blocks} blocks, chosen every {pair.stride} tokens; "
-                f"{pair.num_measured} tokens measured, whole strides"
+                f"{pair.num_measured} tokens measured, whole strides; {pair.engine.digest_usage()}"
             )
             missing = (case.history - case.window_size) // BLOCK - pair.num_kept
             if missing > 0:

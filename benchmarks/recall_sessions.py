@@ -29,6 +29,7 @@ COUNTED = (
     "shared",
     "absent",
     "misses",
+    "digests_lost",
     "demotions",
     "evictions",
     "waits",
@@ -49,6 +50,7 @@ class Case:
         batches: sessions at the same time.
         rounds: at most, of one session and of several.
         device: where.
+        digest_bytes: of the GPU for digests; `None`: as an engine takes by itself.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Case:
     batches: tuple[int, ...] = (1, 16)
     rounds: tuple[int, ...] = (3, 2)
     device: str = "cuda"
+    digest_bytes: str | None = None
 
     @property
     def quick(self) -> "Case":
@@ -86,6 +89,7 @@ class Case:
             retain="all",
             cpu_bytes=(kept + SPARE_BLOCKS) * spec_bytes,
             recall_blocks=self.recall_blocks if recalls else 0,
+            digest_bytes=self.digest_bytes,
         )
 
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 
@@ -178,11 +179,59 @@ def test_a_forced_choice_waits_for_the_real_one(load: Load) -> None:
             self.asked += 1
             return (9,)
 
+        def weights(self) -> tuple[float, ...]:
+            return (1.0,)
+
     real = Slow()
     forced = load("forced_choices").Forced(real, (1, 2))
     assert not forced.is_known()
     assert forced.blocks() == (1, 2) and real.asked == 1
+    assert forced.weights() == (0.5, 0.5)
     assert forced.is_known()
+
+
+# What was restored.
+
+
+def test_a_byte_that_differs_or_another_order_of_blocks_is_seen(
+    tiny_model_dir: Path, load: Load
+) -> None:
+    restoring = load("restoring")
+    with recalling(tiny_model_dir) as engine:
+        session = engine.session("one")
+        session.feed([some_ids(3 * STRIDE + 9)]).run()
+        first = restoring.block_sums(engine, session)
+        assert first.shape == (3,) and len(set(first.tolist())) == 3
+        assert (restoring.block_sums(engine, session) == first).all()
+        row = engine._gpu_pool.row(session._live.sequence.table[1].block_id)
+        row[-1] ^= 1
+        changed = restoring.block_sums(engine, session)
+        assert (changed == first).tolist() == [True, False, True]
+        row[-1] ^= 1
+        # The same words at other places.
+        words = row.view(dtype=torch.int64)
+        words[:2] = words[:2].flip(0).clone()
+        assert (restoring.block_sums(engine, session) == first).tolist() == [True, False, True]
+
+
+def test_other_blocks_end_the_part(load: Load) -> None:
+    restoring, tensor = load("restoring"), torch.tensor
+
+    def opened(sums: list[int], logprobs: dict[int, float]) -> Any:
+        return restoring.Opened(1.0, 1.0, 0, logprobs, tensor(sums))
+
+    expected = opened([1, 2], {5: -1.0, 6: -2.0})
+    close = opened([1, 2], {5: -1.01, 6: -2.0})
+    assert restoring.require_same(close, expected, "it") == pytest.approx(0.01)
+    wrong = [
+        (opened([1, 3], {5: -1.0, 6: -2.0}), "blocks differ"),
+        (opened([1], {5: -1.0, 6: -2.0}), "blocks differ"),
+        (opened([1, 2], {5: -1.2, 6: -2.0}), "differ by 0.2"),
+        (opened([1, 2], {7: -1.0, 8: -2.0}), "differ by inf"),
+    ]
+    for found, what in wrong:
+        with pytest.raises(SystemExit, match=what):
+            restoring.require_same(found, expected, "it")
 
 
 # Parts.
