@@ -33,6 +33,18 @@ LLAMA_8B = {
 }
 """The shape of Llama-3.1-8B."""
 
+TINY = {
+    **LLAMA_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 49152,
+}
+"""Small enough for every path of a benchmark to be tried on a CPU."""
+
 
 def random_adapter(
     shape: dict[str, Any], tokenizer: Path | None = None, device: str = "cuda"

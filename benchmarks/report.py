@@ -1,7 +1,9 @@
 """What every benchmark reports: a table for people, one JSON line, and a file in `results/`.
 
 A figure has a value, a unit, the bound that was asked for, and which direction is better; a missed
-bound stays in the file as `ok: false`. Machine, versions and commit are part of the report.
+bound stays in the file as `ok: false`. Machine, versions and commit are part of the report. The
+file may be written before all is found; it then says that it is not `complete`.
+BENCHMARK_RESULTS is another folder for these files.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 PACKAGES = ("torch", "transformers", "numpy", "lmdb", "zstandard")
 WRITTEN = ("benchmarks/results", "README.md")
 """What benchmarks themselves change."""
@@ -71,11 +73,13 @@ class Report:
         benchmark: name, also of the file in `results/`.
         figures: by name, as `add` makes them.
         notes: sentences about the run.
+        is_whole: nothing that was to be found is missing.
     """
 
     benchmark: str
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    is_whole: bool = True
 
     def add(
         self,
@@ -111,17 +115,28 @@ class Report:
         self.figures[name] = figure
         return ok
 
-    def finish(self) -> bool:
-        """Print table and JSON line, write the file; returns whether every bound is kept."""
+    def save(self, *, at_end: bool = False) -> str:
+        """Write the file as far as it is; returns its content in one line."""
         report = {
             "benchmark": self.benchmark,
             "commit": commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
+            "complete": at_end and self.is_whole,
             "figures": self.figures,
             "notes": self.notes,
         }
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{self.benchmark}.json"
+        # In one step: who is killed here leaves the one before.
+        written = path.with_suffix(".part")
+        written.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        written.replace(path)
+        return json.dumps(report, ensure_ascii=False)
+
+    def finish(self) -> bool:
+        """Print table and JSON line, write the file; returns whether every bound is kept."""
         width = max((len(name) for name in self.figures), default=0)
         for name, figure in self.figures.items():
             bound = f"  bound {figure['bound']:g}" if "bound" in figure else ""
@@ -129,10 +144,7 @@ class Report:
             print(f"{name:<{width}}  {figure['value']:.6g} {figure['unit']}{bound}{verdict}")
         for note in self.notes:
             print("note:", note)
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.benchmark}.json"
-        path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        print(json.dumps(report, ensure_ascii=False))
+        print(self.save(at_end=True))
         return all(figure["ok"] for figure in self.figures.values())
 
 

@@ -2,16 +2,23 @@
 
     python benchmarks/run_all.py --data DIR             everything, about half an hour on 2 cores
     python benchmarks/run_all.py --data DIR --only decode store
+    python benchmarks/run_all.py --only gpu_restore gpu_recall_feed --limit 300 --total 570
     python benchmarks/run_all.py --summary              only the table and the README, from results/
 
 The table is made from `results/*.json`; the README's lies between the lines `<!-- figures -->` and
-`<!-- /figures -->`. A benchmark that fails does not keep the others from running.
+`<!-- /figures -->`. A benchmark that fails does not keep the others from running, nor does one that
+is ended because its time is up: what it had written by then stays, and says that it is incomplete.
+`--only` also says in which order. BENCHMARK_RESULTS is another folder for results.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +38,18 @@ class Benchmark(NamedTuple):
         reads_book: whether it takes `--data`.
         has_quick: whether it takes `--quick`.
         needs_gpu: whether it is left out on a machine without one.
+        script: whose script it is, if not its own.
+        further: more arguments.
+        takes_seconds: whether it is told how long it may take.
     """
 
     name: str
     reads_book: bool = False
     has_quick: bool = True
     needs_gpu: bool = False
+    script: str = ""
+    further: tuple[str, ...] = ()
+    takes_seconds: bool = False
 
 
 BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
@@ -57,18 +70,73 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("gpu_decode", needs_gpu=True),
     Benchmark("gpu_prefill", needs_gpu=True),
     Benchmark("gpu_stream", reads_book=True, needs_gpu=True),
+    Benchmark("gpu_restore", needs_gpu=True, takes_seconds=True),
+    Benchmark(
+        "gpu_recall_steps_8b",
+        needs_gpu=True,
+        script="gpu_recall_steps",
+        further=("--case", "8b"),
+        takes_seconds=True,
+    ),
+    Benchmark(
+        "gpu_recall_steps_smollm2",
+        needs_gpu=True,
+        script="gpu_recall_steps",
+        further=("--case", "smollm2"),
+        takes_seconds=True,
+    ),
+    Benchmark("gpu_recall_feed", needs_gpu=True, takes_seconds=True),
 )
 
+LEAST_S = 20.0
+"""With less time than that none is begun."""
 
-def run(benchmark: Benchmark, data: Path | None, quick: bool) -> bool:
-    """Run one in a process of its own; returns whether it kept its bounds."""
-    command = [sys.executable, str(HERE / f"{benchmark.name}.py")]
+TO_END_S = 30.0
+"""Seconds that one which is told its time may take for what it has begun."""
+
+
+def command_of(
+    benchmark: Benchmark, data: Path | None, quick: bool, limit_s: float | None
+) -> list[str]:
+    """How one is started."""
+    command = [sys.executable, str(HERE / f"{benchmark.script or benchmark.name}.py")]
+    command += benchmark.further
     if benchmark.reads_book:
         command += ["--data", str(data)]
-    if quick:
-        command.append("--quick")
+    if benchmark.takes_seconds and limit_s is not None:
+        command += ["--seconds", f"{max(limit_s - TO_END_S, LEAST_S / 2):.0f}"]
+    return [*command, "--quick"] if quick else command
+
+
+def run(benchmark: Benchmark, data: Path | None, quick: bool, limit_s: float | None) -> bool:
+    """Run one in a process of its own; returns whether it kept its bounds, and its time."""
     print(f"\n== {benchmark.name}", flush=True)
-    return subprocess.run(command).returncode == 0
+    if limit_s is not None and limit_s < LEAST_S:
+        print(f"== {benchmark.name}: no time is left for it", flush=True)
+        return False
+    # Its children end with it: they are in one group.
+    process = subprocess.Popen(command_of(benchmark, data, quick, limit_s), process_group=0)
+    try:
+        return process.wait(limit_s) == 0
+    except subprocess.TimeoutExpired:
+        print(f"== {benchmark.name}: ended after {limit_s:.0f} s", flush=True)
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_each(options: argparse.Namespace) -> bool:
+    """Run what was chosen, each within its limit and what is left of all; whether all were kept."""
+    ends_s = time.monotonic() + options.total if options.total is not None else None
+    kept = True
+    for benchmark in options.chosen:
+        limits = [options.limit] if options.limit is not None else []
+        if ends_s is not None:
+            limits.append(ends_s - time.monotonic())
+        kept &= run(benchmark, options.data, options.quick, min(limits, default=None))
+    return kept
 
 
 def results() -> list[dict[str, Any]]:
@@ -109,9 +177,14 @@ def sources(reports: list[dict[str, Any]]) -> list[str]:
     for report in reports:
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         made.setdefault(f"{report['machine']}; {versions}", []).append(
-            f"{report['benchmark']} at {report['commit']}"
+            f"{report['benchmark']} at {report['commit']}{incomplete(report)}"
         )
     return [f"{where} ({', '.join(names)})." for where, names in made.items()]
+
+
+def incomplete(report: dict[str, Any]) -> str:
+    """Words for a result that does not have all; those of older runs do not say."""
+    return "" if report.get("complete", True) else ", incomplete"
 
 
 def rewrite_readme(lines: list[str]) -> bool:
@@ -143,10 +216,13 @@ def parse() -> argparse.Namespace:
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser.add_argument("--data", type=Path, help="folder with books/")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--limit", type=float, help="seconds that each may take")
+    parser.add_argument("--total", type=float, help="seconds that all may take")
     parser.add_argument("--quick", action="store_true", help="try them, small; writes nothing")
     parser.add_argument("--summary", action="store_true", help="run nothing")
     options = parser.parse_args()
-    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
+    by_name = {benchmark.name: benchmark for benchmark in BENCHMARKS}
+    chosen = [by_name[name] for name in options.only]
     if any(b.reads_book for b in chosen) and options.data is None and not options.summary:
         parser.error("some of these read a book: give its folder with --data")
     has_gpu = torch.cuda.is_available()
@@ -160,8 +236,7 @@ def main() -> int:
     options = parse()
     kept = True
     if not options.summary:
-        outcomes = [run(each, options.data, options.quick) for each in options.chosen]
-        kept = all(outcomes)
+        kept = run_each(options)
     if not options.quick:
         summarize()
     return 0 if kept else 1
