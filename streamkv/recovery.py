@@ -326,10 +326,18 @@ class Recovery:
         newest = self._past.state.num_tokens - 1
         start = newest - self._spec.num_layers * window.window_size
         start -= start % size
-        # Sink tokens kept in mid-stream need their own past: then the whole stream is replayed.
-        if len(self._windows) > 1 or window.first_visible(start) <= head:
+        # Sink tokens kept in mid-stream need their own past, and `full` needs all of it: then the
+        # whole stream is replayed.
+        if len(self._windows) > 1 or window.first_visible(start) <= head or self._is_full(start):
             return 0, 0
         return head, start
+
+    def _is_full(self, start: int) -> bool:
+        """Whether a token from `start` on attends to everything."""
+        history = self._past.state.recall
+        in_force = history.mode_at(start) if start >= 0 else None
+        modes = [in_force, *history.modes(max(0, start + 1))]
+        return any(mode is not None and mode.mode == "full" for mode in modes)
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
         """Parent of the block that begins at `token_index`."""
