@@ -45,12 +45,14 @@ class _Stream:
     Attributes:
         log: where its modes are written down.
         created: the window of the session's creation.
+        is_on: it attends to everything, or will when it has caught up.
         next_at: the next token at which another mode begins, of those that are known.
         reached: first blocks that were brought in; `None` while another mode is in force.
     """
 
     log: RecallLog
     created: Window
+    is_on: bool = False
     next_at: int | None = None
     reached: int | None = None
 
@@ -110,8 +112,7 @@ class FullAttention:
     def is_on(self, sequence: Sequence) -> bool:
         """Whether the sequence attends to all of its blocks, or will when it has caught up."""
         stream = self._streams.get(sequence)
-        newest = stream.history.newest if stream is not None else None
-        return newest is not None and newest.mode == "full"
+        return stream is not None and stream.is_on
 
     def turn_on(self, sequence: Sequence, let_go: Callable[[], None]) -> None:
         """Attend to everything from the next token on; nothing of it may be under way.
@@ -318,7 +319,8 @@ class FullAttention:
     def _read_log(self, sequence: Sequence, stream: _Stream) -> None:
         """Take the salt in force and the next change of mode."""
         history, num_computed = stream.history, sequence.num_computed
-        mode = history.mode_at(num_computed)
+        mode, newest = history.mode_at(num_computed), history.newest
+        stream.is_on = newest is not None and newest.mode == "full"
         sequence.recall_salt = mode.salt if mode is not None else b""
         later = (mode.token_index for mode in history.modes(num_computed + 1))
         stream.next_at = next(later, None)
