@@ -29,19 +29,22 @@ def switch_attention(
         ConfigError: the engine cannot, or `recall_blocks` is out of range.
         PoolFullError: `full`, and the gpu pool has no room for the whole stream.
         AbsentBlockError: `full`, and no tier has one of its blocks.
+        JournalError: it could not be written.
     """
     _check(mode, recall_blocks, recaller)
     if mode == "full":
         assert full is not None
         if not full.is_on(sequence):
-            full.turn_on(sequence, lambda: _stop_recalling(sequence, recaller))
+            full.turn_on(sequence, lambda: _follow(sequence, recaller))
         return
-    was_full = full is not None and full.is_on(sequence)
-    if full is not None:
-        full.turn_off(sequence)
-    if recaller is not None:
-        num_blocks = recall_blocks or recaller.options.num_blocks
-        recaller.turn(sequence, mode, num_blocks, is_apart=was_full)
+    num_blocks = recall_blocks or (recaller.options.num_blocks if recaller is not None else 0)
+    if full is not None and full.is_on(sequence):
+        full.turn_off(sequence, mode, num_blocks)
+        _follow(sequence, recaller)
+    elif recaller is not None:
+        recaller.turn(sequence, mode, num_blocks)
+        if full is not None:
+            full.follow(sequence)
 
 
 def _check(mode: Attention, recall_blocks: int | None, recaller: Recaller | None) -> None:
@@ -58,6 +61,6 @@ def _check(mode: Attention, recall_blocks: int | None, recaller: Recaller | None
         require_int("recall_blocks", recall_blocks, 1, recaller.options.num_blocks)
 
 
-def _stop_recalling(sequence: Sequence, recaller: Recaller | None) -> None:
+def _follow(sequence: Sequence, recaller: Recaller | None) -> None:
     if recaller is not None:
-        recaller.stop(sequence)
+        recaller.follow(sequence)

@@ -6,13 +6,13 @@ them. The tier manager keeps the blocks of the checkpoint before until the one a
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from streamkv.errors import JournalError, StoreError
 from streamkv.journal import Journal
 from streamkv.journal_records import Checkpoint
 from streamkv.sequence import Sequence
-from streamkv.tiers.jobs import CheckpointTicket
+from streamkv.tiers.jobs import CheckpointTicket, Wanted
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
 from streamkv.window_blocks import WindowBlocks
@@ -36,6 +36,7 @@ class Checkpointer:
             JournalError.
         keys_of: names of sealed blocks by a range of block indices, if old ones may be recalled;
             then those that came and went since the checkpoint before are stored, too.
+        old_blocks: those that a resume needs besides the window: they are part of the checkpoint.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Checkpointer:
         every: int | None = None,
         before: Callable[[], None] | None = None,
         keys_of: Callable[[int, int], list[BlockKey]] | None = None,
+        old_blocks: Callable[[], list[Wanted]] = list,
     ) -> None:
         self._name = name
         self._sequence = sequence
@@ -55,6 +57,7 @@ class Checkpointer:
         self._every = every
         self._before = before
         self._keys_of = keys_of
+        self._old_blocks = old_blocks
         self._begun_at, self._begun_s = 0, time.monotonic()
         self._not_before = 0
         self._journaled: WindowBlocks | None = None
@@ -91,10 +94,14 @@ class Checkpointer:
         if self._pending is None:
             self.begin()
 
-    def write_now(self) -> None:
-        """Write a checkpoint and wait for it; one that fails is logged."""
+    def write_now(self, old_blocks: Iterable[Wanted] = ()) -> None:
+        """Write a checkpoint and wait for it; one that fails is logged.
+
+        Args:
+            old_blocks: to be stored with it.
+        """
         self._finish_or_log()
-        self.begin()
+        self.begin(old_blocks)
         self._finish_or_log()
 
     def after_step(self) -> None:
@@ -112,16 +119,23 @@ class Checkpointer:
         has_block = num_tokens >= self._sequence.block_size
         return has_block and time.monotonic() - self._begun_s >= HALF_SECOND
 
-    def begin(self) -> None:
-        """Hand the window to the writer; returns at once."""
+    def begin(self, old_blocks: Iterable[Wanted] = ()) -> None:
+        """Hand the window to the writer, and `old_blocks` with it; returns at once."""
         window = self._window_blocks()
         if window is None:
             return
-        self._store_old(window)
-        table = self._sequence.table
-        blocks = [(key, table[index].block_id) for index, key in window.blocks]
+        blocks = self._blocks(window, old_blocks)
         self._begun_at, self._begun_s = window.token_index, time.monotonic()
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
+
+    def _blocks(self, window: WindowBlocks, old_blocks: Iterable[Wanted] = ()) -> list[Wanted]:
+        """What a checkpoint consists of; what only recall may want is stored beside it."""
+        table, live = self._sequence.table, {key for _, key in window.blocks}
+        needed = [*old_blocks, *self._old_blocks()]
+        if not needed:
+            self._store_old(window)
+        recent = [(key, table[index].block_id) for index, key in window.blocks]
+        return [*recent, *(wanted for wanted in needed if wanted[0] not in live)]
 
     def _store_old(self, window: WindowBlocks) -> None:
         """Store what was sealed since the checkpoint before and has left the window by now."""
@@ -173,9 +187,7 @@ class Checkpointer:
         if window is None:
             return None
         self._finish_or_log()
-        self._store_old(window)
-        table = self._sequence.table
-        blocks = [(key, table[index].block_id) for index, key in window.blocks]
+        table, blocks = self._sequence.table, self._blocks(window)
         open_index = window.token_index // self._sequence.block_size
         has_open = window.token_index < self._sequence.num_computed and open_index in table
         if has_open:

@@ -129,9 +129,9 @@ class EngineConfig:
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
         attention: `window` attends to sink tokens and window, `recall` also to old blocks, `full`
-            to every token, as long as `gpu_bytes` has room for all blocks; a session may change it.
-            `recall` needs `recall_blocks`. `full` needs no tier for what it read itself; as yet
-            only without a `store`.
+            to every token, as long as `gpu_bytes` has room for all blocks; a session may change it,
+            and keeps what it changed it to. `recall` needs `recall_blocks`. `full` needs no tier
+            for what it read itself; with a `store` all of that is written there.
         recall_blocks: old blocks that a session may recall into attention; 0: none ever.
         recall_stride: tokens between two choices of old blocks, a multiple of 64; `None`: 256, or
             what the window has room for.
@@ -210,13 +210,6 @@ class EngineConfig:
         elif self.attention == "recall":
             remedy = "Say how many blocks a session may recall, for example recall_blocks=16."
             raise ConfigError("attention", self.attention, "with recall_blocks=0", remedy)
-        if self.attention == "full" and self.store is not None:
-            raise ConfigError(
-                "attention",
-                self.attention,
-                "with a store: sessions there cannot attend to everything yet",
-                'Use store=None, or attention="window".',
-            )
 
     @property
     def stride(self) -> int:

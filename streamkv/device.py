@@ -16,9 +16,11 @@ from streamkv.executor import StepRunner
 from streamkv.full_attention import FullAttention
 from streamkv.gpu_plan import DeviceMemory, GpuPlan, ModelSize, plan_gpu, require_room
 from streamkv.head_measuring import find_retrieval_heads
+from streamkv.journal_records import ModeSet
 from streamkv.model import ModelAdapter
 from streamkv.model_cache import cache_root
 from streamkv.model_files import OnProgress
+from streamkv.old_blocks import OldBlocks
 from streamkv.pool_room import PoolRoom
 from streamkv.recaller import Recaller, RecallOptions
 from streamkv.runner import Runner
@@ -128,10 +130,10 @@ def make_full(
     adapter: ModelAdapter, pool: GpuPool, tiers: TierManager, room: PoolRoom, config: EngineConfig
 ) -> FullAttention:
     """What has sessions attend to everything, or says why they cannot."""
+    old = OldBlocks(tiers, room, adapter.spec)
+    unset = ModeSet(0, "window", config.recall_blocks, config.stride, config.position_policy, b"")
     problem = full_problem(adapter.sliding_windows)
-    if config.store is not None:
-        problem = "sessions with a store cannot attend to everything yet"
-    return FullAttention(tiers, room, adapter.spec, adapter.trained_length, problem)
+    return FullAttention(tiers, old, adapter.trained_length, unset, problem)
 
 
 def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> StepRunner:

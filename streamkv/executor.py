@@ -10,12 +10,15 @@ from streamkv.digest_pages import DigestUsage
 from streamkv.full_attention import FullAttention
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
+from streamkv.mode_records import under_other_salts
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_log import RecallLog
 from streamkv.recaller import RECALL_COUNTERS, Recaller
 from streamkv.sequence import Sequence
+from streamkv.tiers.jobs import Wanted as WantedBlock
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey
+from streamkv.window import Window
 
 
 class StepRunner(Protocol):
@@ -60,12 +63,18 @@ class Executor:
         self.recaller = recaller
         self.full = full
 
-    def open(self, sequence: Sequence, log: RecallLog) -> None:
-        """A new sequence begins, or one that is brought back next."""
+    def open(self, sequence: Sequence, log: RecallLog, created: Window) -> None:
+        """A new sequence begins, or one that is brought back next.
+
+        Args:
+            sequence: it.
+            log: where its modes and choices are.
+            created: the window of the session's creation.
+        """
         if self.recaller is not None:
             self._runner.observe(sequence.seq_id, self.recaller.open(sequence, log))
         if self.full is not None:
-            self.full.open(sequence)
+            self.full.open(sequence, log, created)
 
     def switch(
         self, sequence: Sequence, attention: Attention, recall_blocks: int | None = None
@@ -82,18 +91,27 @@ class Executor:
         return "recall" if self.recalls(sequence) else "window"
 
     def resume(self, sequence: Sequence, attention: Attention) -> None:
-        """Have a sequence attend as its log says, or by `attention` if that says nothing."""
+        """Have a sequence attend as its log says, or by `attention` if that says nothing.
+
+        Raises:
+            JournalError: its first mode could not be written.
+            PoolFullError: the gpu pool has no room for what it recalls.
+        """
+        if attention == "full" and self.full is not None:
+            self.full.set_first_mode(sequence)
         if self.recaller is not None:
             self.recaller.resume(sequence, attention == "recall")
-        if attention == "full":
-            self.switch(sequence, "full")
+        if self.full is not None:
+            self.full.follow(sequence)
 
     def fork(self, sequence: Sequence, forked: Sequence, log: RecallLog) -> None:
         """A sequence with the same past begins."""
         if self.recaller is not None:
             self._runner.observe(forked.seq_id, self.recaller.fork(sequence, forked, log))
+        else:
+            log.write(*under_other_salts(log.history, forked.num_computed))
         if self.full is not None:
-            self.full.fork(sequence, forked)
+            self.full.fork(sequence, forked, log)
 
     def keys_of(self, sequence: Sequence) -> Callable[[int, int], list[BlockKey]] | None:
         """Names of sealed blocks by a range of block indices; `None` if none are recalled."""
@@ -101,6 +119,10 @@ class Executor:
         if recaller is None:
             return None
         return lambda first, end: recaller.keys(sequence, first, end)
+
+    def old_blocks(self, sequence: Sequence) -> list[WantedBlock]:
+        """What a resume needs besides the window: in mode `full` all that left it."""
+        return self.full.old_blocks(sequence) if self.full is not None else []
 
     def before_checkpoint(self, sequence: Sequence) -> None:
         """Write what a restart needs besides blocks. Raises JournalError."""
@@ -126,21 +148,28 @@ class Executor:
         """An answer begins: choose the old blocks that it attends to."""
         if self.recaller is not None:
             self.recaller.choose_now(sequence)
-        if self.full is not None:
-            self.full.ask_again(sequence)
+        is_anew = self.full is not None and self.full.ask_again(sequence)
+        if is_anew and self.recaller is not None:
+            self.recaller.follow(sequence)
 
     def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
         """What is to be written with the record that the stream ends at `num_tokens` again."""
-        if self.recaller is None:
-            return []
-        return self.recaller.records_after_rewind(sequence, num_tokens)
+        if self.recaller is not None:
+            return self.recaller.records_after_rewind(sequence, num_tokens)
+        if self.full is not None:
+            return self.full.records_after_rewind(sequence, num_tokens)
+        return []
+
+    def has_all(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a stream that ends at `num_tokens` goes on with what is in the gpu pool now."""
+        return self.full is not None and self.full.has_all(sequence, num_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream of a sequence ends earlier now."""
-        if self.recaller is not None:
-            self.recaller.rewind(sequence)
         if self.full is not None:
             self.full.rewound(sequence)
+        if self.recaller is not None:
+            self.recaller.rewind(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Give back every block of a sequence that ends."""
@@ -197,10 +226,11 @@ class Executor:
         before = sequence.num_computed // sequence.block_size
         for block_id, key in sequence.advance(num_tokens):
             self._tiers.seal(block_id, key)
-        if self.recaller is not None:
-            self.recaller.after_step(sequence)
+        # What recall makes of a new mode depends on whether everything is attended.
         if self.full is not None:
             self.full.after_step(sequence)
+        if self.recaller is not None:
+            self.recaller.after_step(sequence)
         if sequence.num_computed // sequence.block_size > before:
             self.drop_expired(sequence)
 

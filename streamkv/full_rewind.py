@@ -13,8 +13,8 @@ from streamkv.block_table import LiveBlock
 from streamkv.errors import AbsentBlockError, PoolFullError
 from streamkv.live_blocks import give_back
 from streamkv.past import Past
+from streamkv.past_keys import replay_windows
 from streamkv.prefix import blocks_seen
-from streamkv.recovery import replay_windows
 from streamkv.sequence import Sequence
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import BlockKey

@@ -184,7 +184,7 @@ class LiveStream:
 
     def _full_rewind(self, token_index: int) -> FullRewind | None:
         """How a session that attends to everything goes back; `None`: as every other."""
-        if self.executor.attention(self.sequence) != "full":
+        if not self.executor.has_all(self.sequence, token_index):
             return None
         past, window = self.past, self.created_window
         return FullRewind(self.sequence, past, window, self.tiers, token_index)

@@ -178,18 +178,12 @@ class SessionOpener:
 
     def _check_recall(self, name: str, journal: Journal) -> None:
         """Raise unless the engine can go on with what the session has attended to."""
-        modes = list(journal.state.recall.modes(0))
-        most = self._config.recall_blocks
+        modes, most = journal.state.recall.modes(0), self._config.recall_blocks
         need = max((mode.num_blocks for mode in modes if mode.mode == "recall"), default=0)
-        if need > most or (most == 0 and any(mode.salt for mode in modes)):
+        if need > most:
             raise SessionError(
                 f"session {name!r} has recalled old blocks, up to {need} at once, and the engine "
-                f"has room for {most}. Open it with an engine with recall_blocks={max(need, 1)}."
-            )
-        if any(mode.mode == "full" for mode in modes):
-            raise SessionError(
-                f"session {name!r} was in mode 'full', which this streamkv does not have. "
-                "Use the streamkv that wrote it."
+                f"has room for {most}. Open it with an engine with recall_blocks={need}."
             )
 
     def _recall_log(self, name: str, journal: Journal | None, memory: MemoryPast) -> RecallLog:
@@ -257,7 +251,7 @@ class SessionOpener:
         memory = MemoryPast()
         log = self._recall_log(name, journal, memory)
         try:
-            self._executor.open(sequence, log)
+            self._executor.open(sequence, log, window)
             live = self._assemble(name, sequence, window, journal, memory, log, resumed)
             if journal is not None and resumed:
                 self._recover(live, journal)
@@ -289,8 +283,9 @@ class SessionOpener:
                 every,
                 before=lambda: self._executor.before_checkpoint(sequence),
                 keys_of=self._executor.keys_of(sequence),
+                old_blocks=lambda: self._executor.old_blocks(sequence),
             )
-            log.on_void = checkpointer.void
+            log.on_void, log.on_keep = checkpointer.void, checkpointer.write_now
         intake = Intake(
             sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length, memory
         )

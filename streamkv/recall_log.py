@@ -24,16 +24,13 @@ from typing import Protocol
 
 from streamkv.digest_file import DigestFile
 from streamkv.journal_records import Chosen, ModeSet, Record
-from streamkv.past import PastState
+from streamkv.past import Past
 from streamkv.recall_history import RecallHistory
+from streamkv.tiers.jobs import Wanted
 
 
-class RecordedPast(Protocol):
+class RecordedPast(Past, Protocol):
     """A journal, or the memory of a session without one."""
-
-    @property
-    def state(self) -> PastState:
-        """Where the stream stands."""
 
     def append(self, *records: Record) -> None:
         """Write records, all or none. Raises JournalError."""
@@ -47,11 +44,14 @@ class RecallLog:
         past: of the session.
         digests: their file; `None` without a store.
         on_void: called with a token index when what was computed from there on is void.
+        on_keep: called with old blocks that a restart is about to rely on; returns when they are on
+            disk, as far as the disk allows.
     """
 
     past: RecordedPast
     digests: DigestFile | None = None
     on_void: Callable[[int], None] | None = None
+    on_keep: Callable[[list[Wanted]], None] | None = None
 
     @property
     def history(self) -> RecallHistory:
@@ -66,8 +66,13 @@ class RecallLog:
         """
         self.past.append(*records)
         for record in records:
-            if isinstance(record, Chosen) and record.token_index < record.made_at:
+            if isinstance(record, ModeSet) or record.token_index < record.made_at:
                 self._void(record.token_index)
+
+    def keep(self, blocks: list[Wanted]) -> None:
+        """Make old blocks last before it is written that the stream attends to them."""
+        if self.on_keep is not None:
+            self.on_keep(blocks)
 
     def _void(self, token_index: int) -> None:
         if self.on_void is not None:

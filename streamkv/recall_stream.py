@@ -5,9 +5,8 @@ Invariant: what is in the log is what a restart would go on with, but for choice
 moved here.
 """
 
-import secrets
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from streamkv.digest_index import DigestIndex
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.observed_queries import ObservedQueries
-from streamkv.recall_history import RecallHistory
 from streamkv.recall_log import RecallLog
 from streamkv.recall_schedule import Choice, Choosing, RecallSchedule
 from streamkv.recalled import PositionPolicy
@@ -115,26 +113,3 @@ class RecallStream:
 def policy_of(mode: ModeSet) -> PositionPolicy:
     """The position policy of a mode; records hold nothing else."""
     return cast(PositionPolicy, mode.policy)
-
-
-def new_salt() -> bytes:
-    """A salt that no other stream has."""
-    return secrets.token_bytes(16)
-
-
-def under_other_salts(history: RecallHistory, at: int) -> list[ModeSet | Chosen]:
-    """Records by which modes and choices go on from token `at` as they are, named apart."""
-    records = list[ModeSet | Chosen]()
-    if not history.has_salt:
-        return records
-    first, in_force = history.mode_at(at), history.choice_at(at)
-    modes = [*([first] if first is not None else []), *history.modes(at + 1)]
-    for place, mode in enumerate(modes):
-        start = max(at, mode.token_index)
-        end = modes[place + 1].token_index if place + 1 < len(modes) else None
-        salt = new_salt() if mode.salt else b""
-        records.append(replace(mode, token_index=start, salt=salt))
-        if place == 0 and in_force is not None and in_force.token_index < at:
-            records.append(replace(in_force, token_index=at))
-        records.extend(history.choices(start, end))
-    return records

@@ -21,6 +21,7 @@ from streamkv.digest_memory import DigestMemory
 from streamkv.errors import JournalError
 from streamkv.journal_records import Chosen, ModeSet
 from streamkv.live_blocks import give_back
+from streamkv.mode_records import after_rewind, new_salt, under_other_salts
 from streamkv.model import ModelAdapter
 from streamkv.observed_queries import ObservedQueries
 from streamkv.recall_chooser import Chooser
@@ -34,7 +35,7 @@ from streamkv.recall_schedule import (
     RecallSchedule,
     question_start,
 )
-from streamkv.recall_stream import RecallStream, new_salt, policy_of, under_other_salts
+from streamkv.recall_stream import RecallStream, policy_of
 from streamkv.recalled import PositionPolicy
 from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
@@ -163,19 +164,10 @@ class Recaller:
         return copied.queries
 
     def records_after_rewind(self, sequence: Sequence, num_tokens: int) -> list[ModeSet | Chosen]:
-        """What is to be written with the record that the stream ends at `num_tokens` again.
-
-        What was decided before goes on under another salt, in the mode that the session is in.
-        """
+        """What is to be written with the record that the stream ends at `num_tokens` again."""
         stream = self._streams[sequence]
         stream.write()
-        left, newest, last = stream.log.history.copy(), stream.newest, num_tokens - 1
-        lost = left.rewind(num_tokens)
-        records = under_other_salts(left, last if lost is None else min(last, lost))
-        mode = left.newest or self._unset()
-        if (newest.mode, newest.num_blocks) != (mode.mode, mode.num_blocks):
-            records.append(replace(newest, token_index=last, salt=new_salt()))
-        return records
+        return after_rewind(stream.log.history, self._unset(), num_tokens)
 
     def rewind(self, sequence: Sequence) -> None:
         """The stream ends earlier now; what was recalled may lie beyond that."""
@@ -189,9 +181,7 @@ class Recaller:
         """Whether the sequence recalls."""
         return sequence in self._streams and self._streams[sequence].newest.mode == "recall"
 
-    def turn(
-        self, sequence: Sequence, mode: str, num_blocks: int, *, is_apart: bool = False
-    ) -> None:
+    def turn(self, sequence: Sequence, mode: str, num_blocks: int) -> None:
         """Attend by `mode`, to up to `num_blocks` old blocks, from the next token on.
 
         Tokens that are accepted and not yet computed, but for the last, are still computed as
@@ -201,7 +191,6 @@ class Recaller:
             sequence: nothing of it is under way.
             mode: `window` or `recall`.
             num_blocks: for `recall`.
-            is_apart: what was computed last may differ from what others compute, whatever the mode.
 
         Raises:
             JournalError: it could not be written; nothing has changed.
@@ -209,8 +198,7 @@ class Recaller:
         stream, options = self._streams[sequence], self.options
         at = max(sequence.num_computed, sequence.num_tokens - 1)
         # What is computed from there on may differ from what others compute from the same tokens.
-        is_apart = is_apart or mode != "window" or bool(stream.newest.salt)
-        salt = new_salt() if is_apart else b""
+        salt = new_salt() if mode != "window" or stream.newest.salt else b""
         stream.write()
         turned = ModeSet(at, mode, num_blocks, options.stride, options.policy, salt)
         stream.log.write(turned)
@@ -219,14 +207,11 @@ class Recaller:
         self._enter_due(sequence, stream)
         self._set_boundary(sequence, stream)
 
-    def stop(self, sequence: Sequence) -> None:
-        """Recall nothing any more: from now on another mode has the sequence's old blocks.
-
-        Raises:
-            JournalError: it could not be written; nothing has changed.
-        """
-        self.turn(sequence, "window", self.options.num_blocks)
-        self.installer.install(sequence, self._streams[sequence], Known(()))
+    def follow(self, sequence: Sequence) -> None:
+        """Attend by a mode that somebody else has written; what it leaves undecided is void."""
+        stream = self._streams[sequence]
+        stream.unwritten.clear()
+        self._go_on(sequence, stream)
 
     def choose_now(self, sequence: Sequence) -> None:
         """An answer begins: choose, and have what was asked computed again with the choice.

@@ -21,51 +21,22 @@ which old blocks are chosen are seen again, and never beyond a choice that came 
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 from streamkv.cost_gate import CostGate
 from streamkv.errors import PoolFullError
 from streamkv.executor import Executor
 from streamkv.past import Past
+from streamkv.past_keys import chain_keys, replay_windows
 from streamkv.sequence import Jump, Sequence, policy_in_force
-from streamkv.tiers.keys import child_key, partial_key
+from streamkv.tiers.keys import partial_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.policy import Place
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.window import Window
 from streamkv.window_blocks import WindowBlocks
 
-HASHED_AT_ONCE = 65_536
-"""Tokens read back from the journal at a time to make block keys; a multiple of the block size."""
-
 _log = logging.getLogger(__name__)
-
-
-def replay_windows(past: Past, window: Window) -> list[tuple[int, Window]]:
-    """Every window that was in force, with the token index from which it was."""
-    windows = [(0, window)]
-    for kept in past.state.kept:
-        window = window.with_sinks(kept.token_index, kept.token_index + kept.num_tokens)
-        windows.append((kept.token_index, window))
-    return windows
-
-
-def chain_keys(
-    sequence: Sequence, past: Past, windows: list[tuple[int, Window]], end: int
-) -> Iterator[BlockKey]:
-    """Keys of the full blocks before `end`, made anew by hashing the stream from its start."""
-    size, key = sequence.block_size, sequence.first_parent
-    end -= end % size
-    for first in range(0, end, HASHED_AT_ONCE):
-        ids = past.ids(first, min(first + HASHED_AT_ONCE, end)).tolist()
-        for offset in range(0, len(ids), size):
-            start = first + offset
-            # A block is named by the window in force when its last token was computed.
-            window = [window for since, window in windows if since < start + size][-1]
-            policy = policy_in_force(window, start, size) + past.state.recall.salt_of(start + size)
-            sealed = child_key(key, ids[offset : offset + size], policy)
-            yield sealed
-            key = sequence.salting.after(start // size, sealed)
 
 
 class Recovery:
@@ -355,10 +326,18 @@ class Recovery:
         newest = self._past.state.num_tokens - 1
         start = newest - self._spec.num_layers * window.window_size
         start -= start % size
-        # Sink tokens kept in mid-stream need their own past: then the whole stream is replayed.
-        if len(self._windows) > 1 or window.first_visible(start) <= head:
+        # Sink tokens kept in mid-stream need their own past, and `full` needs all of it: then the
+        # whole stream is replayed.
+        if len(self._windows) > 1 or window.first_visible(start) <= head or self._is_full(start):
             return 0, 0
         return head, start
+
+    def _is_full(self, start: int) -> bool:
+        """Whether a token from `start` on attends to everything."""
+        history = self._past.state.recall
+        in_force = history.mode_at(start) if start >= 0 else None
+        modes = [in_force, *history.modes(max(0, start + 1))]
+        return any(mode is not None and mode.mode == "full" for mode in modes)
 
     def _chain_key_at(self, token_index: int) -> BlockKey:
         """Parent of the block that begins at `token_index`."""

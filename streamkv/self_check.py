@@ -3,8 +3,8 @@
 A stream of several windows is scored and generated once by an engine that has nothing but a gpu
 pool. Then it is played again in ways that bring blocks back between its parts, from one tier each
 (`streamkv/self_check_play.py`): put to sleep and resumed, followed by a second session that takes
-the first one's blocks, or, where everything is attended, without all of that for a moment. Every
-token and log-probability is compared. Invariant: a way that brought no block back counts as failed.
+the first one's blocks, or, where everything is attended, left to a fork for a moment. Every token
+and log-probability is compared. Invariant: a way that brought no block back counts as failed.
 
 This module knows engines and sessions, and nothing of how a tier works.
 """
@@ -19,8 +19,7 @@ from typing import Any
 from streamkv.config import EngineConfig
 from streamkv.engine import Engine
 from streamkv.errors import AbsentBlockError, ConfigError
-from streamkv.scratch_engine import ScratchEngine
-from streamkv.self_check_play import Follower, Holder, Leaver, Plain, Said, Sleeper, play
+from streamkv.self_check_play import Follower, Holder, Plain, Said, Sleeper, play
 
 CONFIG = EngineConfig(
     window_size=192, prefill_chunk=128, max_sessions=2, cpu_bytes=0, ssd_bytes="4GiB"
@@ -55,11 +54,7 @@ TIERS = (
     Case("cpu", "cpu_reads", {"cpu_bytes": "1GiB"}),
     Case("ssd", "ssd_reads", {}),
 )
-FULL_TIERS = (
-    Case("gpu", "shared", {}, Holder),
-    Case("cpu", "cpu_reads", {"cpu_bytes": "1GiB"}, Leaver),
-    Case("ssd", "ssd_reads", {}, Leaver),
-)
+FULL_TIERS = (Case("gpu", "shared", {}, Holder), *TIERS[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +172,7 @@ def _play_case(model: str, base: EngineConfig, case: Case) -> tuple[Said, int]:
 def _open(model: str, base: EngineConfig, case: Case, directory: Path) -> Engine:
     """An engine whose blocks leave memory, or not, as the case wants."""
     store = str(directory / "store") if case.player is Sleeper else None
-    config = dataclasses.replace(base, store=store, **case.options)
-    if store is None and case.tier == "ssd":
-        return ScratchEngine(model, config, directory / "blocks")
-    return Engine(model, config)
+    return Engine(model, dataclasses.replace(base, store=store, **case.options))
 
 
 def _compare(

@@ -3,8 +3,7 @@
 Plain      in one go
 Sleeper    put to sleep and resumed between the parts
 Follower   a second session takes the blocks that the first has computed
-Leaver     mode `full` is left and taken up again between the parts
-Holder     the same, while a fork holds all blocks in the gpu pool
+Holder     mode `full` is left and taken up again, while a fork holds all blocks in the gpu pool
 """
 
 import random
@@ -70,22 +69,14 @@ class Follower(Plain):
         return _generated(self._second)
 
 
-class Leaver(Plain):
+class Holder(Plain):
     """Attends to everything but for a moment between the parts, in which it computes nothing."""
 
     def rest(self) -> None:
-        """Give back what left the window, and attend to it again."""
+        """Leave what left the window to a fork, and attend to it again."""
+        fork = self._session.fork(f"{NAME} fork")
         self._session.set_mode("window")
         self._session.set_mode("full")
-
-
-class Holder(Leaver):
-    """The same, while a fork holds on to the blocks."""
-
-    def rest(self) -> None:
-        """Leave the blocks to the fork, and take them from there."""
-        fork = self._session.fork(f"{NAME} fork")
-        super().rest()
         fork.delete()
 
 

@@ -65,8 +65,10 @@ class Sequence:
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
         recall_boundary: the next token index at which other old blocks may be attended.
+        mode_boundary: the next token index at which another mode begins, or in `full` tokens may
+            leave the window that a step can not bring in before it.
         recall_salt: names blocks apart that may have been computed under recall, or in `full`.
-        keys: notes the key of every block, if the engine may need them again.
+        keys: names of all blocks, in mode `full`.
         look_back: tokens before the end, and up to a block's more, that may be computed again: what
             they see stays live.
         root_key: root of the chain of block keys.
@@ -92,6 +94,7 @@ class Sequence:
         self.head_is_written = False
         self.exact_from = 0
         self.recall_boundary: int | None = None
+        self.mode_boundary: int | None = None
         self.recall_salt = b""
         self.attends_to_all = False
         self.keys: BlockKeys | None = None
@@ -146,8 +149,9 @@ class Sequence:
         """Token index at which a step has to end: the window changes, or tokens are left out."""
         changes = [self._window_changes[0][0]] if self._window_changes else []
         jumps = [self._jump.source] if self._jump else []
-        recalls = [self.recall_boundary] if self.recall_boundary is not None else []
-        return min(changes + jumps + recalls, default=None)
+        others = [self.recall_boundary, self.mode_boundary]
+        known = [boundary for boundary in others if boundary is not None]
+        return min(changes + jumps + known, default=None)
 
     def set_window(self, window: Window) -> None:
         """Begin with `window`; only before anything is computed or live."""

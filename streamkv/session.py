@@ -73,6 +73,9 @@ class Session:
     def set_mode(self, mode: Attention, recall_blocks: int | None = None) -> None:
         """Attend by `mode` from the next token on, also after a restart; if this raises, as before.
 
+        Before it comes to `full`, or leaves it, what was accepted is computed in the mode it was
+        accepted in; a session that cannot go on in `full` leaves it where it stopped.
+
         Args:
             mode: `window`, `recall`, or `full`: every block of the stream, for checking and for
                 short histories.
@@ -87,7 +90,9 @@ class Session:
             JournalError: it could not be journaled; nothing has changed.
         """
         require_choice("mode", mode, ATTENTIONS)
-        self._alone(lambda: self._live.set_mode(mode, recall_blocks), "set_mode")
+        sequence = self._live.sequence
+        steps = self._turns.set_mode(mode, recall_blocks, lambda: self._loop.settle(sequence))
+        self._outputs(steps, "set_mode").run()
 
     def attended(self) -> list[Attended]:
         """Old blocks that were recalled since the last answer began, in the order of the stream.

@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from streamkv.batch import Wanted
+from streamkv.config import Attention
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.driver import END, NEED_ITEM, Steps
-from streamkv.errors import InputError, SessionError
+from streamkv.errors import AbsentBlockError, InputError, PoolFullError, SessionError
 from streamkv.generation import Generation
 from streamkv.intake import pieces
 from streamkv.live import LiveStream
@@ -161,6 +162,27 @@ class Turns:
         """Add text to the sink tokens, and compute it."""
         self._live.intake.keep(text)
         yield from self._compute_all()
+
+    def set_mode(
+        self, mode: Attention, recall_blocks: int | None, settle: Callable[[], None]
+    ) -> Steps:
+        """Attend by `mode` from the next token on.
+
+        Args:
+            mode: to go on in.
+            recall_blocks: old blocks recalled at once.
+            settle: waits until nothing of the stream is under way.
+        """
+        before = self._live.executor.attention(self._live.sequence)
+        if mode != before and "full" in (mode, before):
+            try:
+                yield from self._compute_all()
+            except (AbsentBlockError, PoolFullError):
+                # It cannot go on in `full`: the tokens that are left are computed otherwise.
+                if before != "full":
+                    raise
+        settle()
+        self._live.set_mode(mode, recall_blocks)
 
     def _compute_all(self) -> Steps:
         sequence = self._live.sequence

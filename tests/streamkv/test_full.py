@@ -9,7 +9,6 @@ from tiered import bring_back, open_over
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.errors import AbsentBlockError, ConfigError, PoolFullError, StoreError
-from streamkv.scratch_engine import ScratchEngine
 
 WINDOW_SIZE = 192
 NUM_TOKENS = 900
@@ -373,16 +372,17 @@ def test_a_block_that_no_tier_has_is_an_error_that_names_its_tokens(tiny_model_d
 def test_a_damaged_frame_is_an_error_in_full_and_absent_to_recall(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    both = options(recall_blocks=20, recall_stride=64, cpu_bytes="64KiB", codec="raw")
-    path = tmp_path / "blocks"
-    with ScratchEngine(str(tiny_model_dir), EngineConfig(**both), path) as engine:
+    both = options(
+        recall_blocks=20, recall_stride=64, cpu_bytes="64KiB", codec="raw", store=str(tmp_path)
+    )
+    with Engine(str(tiny_model_dir), EngineConfig(**both)) as engine:
         session = engine.session("one")
         session.feed([some_ids()]).run()
         block_id = session._live.sequence.table.recalled[3]
         content = engine._gpu_pool.block_bytes(block_id).tobytes()
         session.set_mode("window")
         engine._tiers.flush()
-        flip_in(path / "data.mdb", content[300:340])
+        flip_in(tmp_path / "blocks" / "data.mdb", content[300:340])
         with pytest.raises(AbsentBlockError, match=r"tokens 192 to 255 .* damaged"):
             session.set_mode("full")
         engine._tiers.check_integrity()
@@ -433,17 +433,4 @@ def test_full_takes_no_number_of_blocks(tiny_model_dir: Path) -> None:
         session = engine.session("one")
         with pytest.raises(ConfigError, match="recall_blocks=3: mode 'full' attends to every"):
             session.set_mode("full", 3)
-        assert session.mode == "window"
-
-
-def test_full_from_the_start_with_a_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match="attention='full': with a store"):
-        EngineConfig(**options(store="somewhere"))
-
-
-def test_a_session_with_a_store_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with opened(tiny_model_dir, attention="window", store=str(tmp_path)) as engine:
-        session = engine.session("one")
-        with pytest.raises(ConfigError, match="mode='full': sessions with a store cannot"):
-            session.set_mode("full")
         assert session.mode == "window"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.errors import InputError, PoolFullError, SessionError
 from streamkv.journal import Journal
-from streamkv.recovery import chain_keys, replay_windows
+from streamkv.past_keys import chain_keys, replay_windows
 from streamkv.reuse import Taking
 from streamkv.store import journal_path
 from streamkv.tiers.manager import TierManager

@@ -4,16 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from streamkv import Engine, EngineConfig, Session
-from streamkv.scratch_engine import ScratchEngine
 
 
 def open_over(tier: str, model_dir: Path, tmp_path: Path, **options: Any) -> Engine:
     """An engine whose old blocks lie in `tier`: in `gpu` only if somebody holds them there."""
     cpu_bytes = "64MiB" if tier == "cpu" else 0
-    config = EngineConfig(**(options | {"cpu_bytes": cpu_bytes, "ssd_bytes": "64MiB"}))
-    if tier == "ssd":
-        return ScratchEngine(str(model_dir), config, tmp_path / "blocks")
-    return Engine(str(model_dir), config)
+    store = str(tmp_path / "store") if tier == "ssd" else None
+    given = options | {"cpu_bytes": cpu_bytes, "ssd_bytes": "64MiB", "store": store}
+    return Engine(str(model_dir), EngineConfig(**given))
 
 
 def bring_back(session: Session, engine: Engine, tier: str) -> int:
