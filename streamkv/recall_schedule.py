@@ -76,6 +76,11 @@ class Choice(NamedTuple):
     token_index: int
     choosing: Choosing
 
+    def is_of(self, token_index: int, blocks: tuple[int, ...]) -> bool:
+        """Whether it is the choice of these blocks for that token; waits for nothing."""
+        is_for_it = self.token_index == token_index and self.choosing.is_known()
+        return is_for_it and self.choosing.blocks() == blocks
+
 
 class RecallSchedule:
     """Choices of one session.
@@ -158,6 +163,8 @@ class RecallSchedule:
         other._choices = self._choices.copy()
         return other
 
-    def clear(self, from_index: int = 0) -> None:
-        """Forget choices for tokens from `from_index` on."""
-        self._choices = deque(c for c in self._choices if c.token_index < from_index)
+    def clear(self) -> list[Choice]:
+        """Forget all choices; returns them."""
+        forgotten = list(self._choices)
+        self._choices.clear()
+        return forgotten

@@ -364,10 +364,14 @@ class Recaller:
         sequence.head_is_written = False
         schedule = stream.schedule
         schedule.stride, schedule.num_blocks = mode.stride, mode.num_blocks
-        schedule.clear()
+        made = schedule.clear()
         end = stream.due[0].token_index if stream.due else None
         for chosen in stream.log.history.choices(mode.token_index, end):
-            schedule.put(Choice(chosen.token_index, Known(chosen.blocks)))
+            # What is not written down, weights, is known of choices that were made in this life.
+            same = next(
+                (each for each in made if each.is_of(chosen.token_index, chosen.blocks)), None
+            )
+            schedule.put(same or Choice(chosen.token_index, Known(chosen.blocks)))
 
     def _set_boundary(self, sequence: Sequence, stream: RecallStream) -> None:
         if not sequence.attends_to_all:
