@@ -410,16 +410,16 @@ def test_a_read_that_fails_leaves_the_session_as_it_was(
         session.feed([some_ids()]).run()
         engine._tiers.flush()
         held, reads = num_used(engine), []
-        real = engine._tiers.restore
+        real = engine._tiers._transfer.promote
 
-        def fails(*given: Any) -> bool:
+        def fails(*given: Any) -> Any:
             reads.append(given)
             if len(reads) == 4:
                 raise StoreError("the disk is gone")
             return real(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._tiers, "restore", fails)
+            patch.setattr(engine._tiers._transfer, "promote", fails)
             with pytest.raises(StoreError, match="the disk is gone"):
                 session.set_mode("full")
         assert session.mode == "window" and num_used(engine) == held
