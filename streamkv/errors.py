@@ -72,8 +72,8 @@ class AbsentBlockError(SessionError):
         super().__init__(
             f"mode 'full' attends to every token, and the block of the tokens {start} to "
             f"{end - 1} cannot be had: {problem}. Go on in mode 'window' or 'recall', or feed the "
-            "stream to a new session, with cpu_bytes for all of it and retain='all', or in mode "
-            "'full' from its first token on."
+            "stream to a new session, with a store or cpu_bytes for all of it and retain='all', or "
+            "in mode 'full' from its first token on."
         )
         self.start = start
         self.end = end

@@ -4,9 +4,10 @@
     [recalled] [ window ]  |  given up
                         ^ its first tokens are copied
 
-All blocks are in the gpu pool, by the names under which they were computed, in whatever mode that
-was. What a resume at the last block boundary needs becomes live, the block that the stream ends in
-is copied, and the rest is given back. This module knows neither journals nor text.
+All blocks are in the gpu pool (`FullAttention.has_all`; else `Recovery` takes the stream back), by
+the names under which they were computed, in whatever mode that was. What a resume at the last block
+boundary needs becomes live, the block that the stream ends in is copied, and the rest is given
+back. This module knows neither journals nor text.
 """
 
 from streamkv.block_table import LiveBlock

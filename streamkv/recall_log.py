@@ -1,4 +1,4 @@
-"""What makes the recall of one session last: its records and its digests.
+"""What makes the modes and the recall of one session last: its records and its digests.
 
 A choice is written when it is made, which is at the latest before a token is computed with it. Why
 that is early enough: such a token can be found by a restart in two ways only. Its KV is found by a
@@ -15,7 +15,8 @@ restart goes back to before the boundary. Digests that a checkpoint relies on ar
 
 A choice for tokens that were computed before it was made (an answer's, for the end of its question)
 is written before they are computed anew. Its record voids what is stored of them: a restart goes
-back to `token_index`, also after a kill between the record and the step.
+back to `token_index`, also after a kill between the record and the step. So does a mode that begins
+at a token that was computed in another one, as that of a question which is read again in `full`.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,8 @@ does the same, and takes from its own window what stays in it.
 
 A stream that can recall goes back a little further (`Sequence.look_back`), so that the queries by
 which old blocks are chosen are seen again, and never beyond a choice that came after what is stored
-(`computed_until`). Modes and choices are its `Recaller`'s business.
+(`computed_until`). A stream that attends to everything is replayed whole. Modes and choices are
+the business of `Recaller` and `FullAttention`.
 """
 
 import logging

@@ -65,8 +65,7 @@ class Sequence:
         exact_from: blocks that start before it, and not before what a jump left out, were computed
             without their whole past, on the way to an exact window; they get no key.
         recall_boundary: the next token index at which other old blocks may be attended.
-        mode_boundary: the next token index at which another mode begins, or in `full` tokens may
-            leave the window that a step can not bring in before it.
+        mode_boundary: the next token index at which another mode begins, or a step of `full` ends.
         recall_salt: names blocks apart that may have been computed under recall, or in `full`.
         keys: names of all blocks, in mode `full`.
         look_back: tokens before the end, and up to a block's more, that may be computed again: what

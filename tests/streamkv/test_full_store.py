@@ -234,6 +234,27 @@ def test_a_question_read_in_another_mode_is_computed_again_once(
         check_names(session)
 
 
+def test_a_checkpoint_of_what_is_computed_again_is_void(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """It was under way when the question was given up: its record must not come after that."""
+    others = {"attention": "window", "recall_blocks": 3, "checkpoint_tokens": 4096}
+    with opened(tiny_model_dir, tmp_path, **others) as engine:
+        session = engine.session("one")
+        session.feed([some_ids(NUM_FED)]).run()
+        session.set_mode("full")
+        live, may_write = session._live, threading.Event()
+        assert live.checkpointer is not None and live.journal is not None
+        with inject("worker", lambda: may_write.wait(60)):
+            live.checkpointer.begin()
+            live.executor.choose_blocks(live.sequence)
+            assert live.sequence.num_computed == 832
+            may_write.set()
+            engine._tiers.flush()
+        live.checkpointer.after_step()
+        assert live.journal.state.last_checkpoint is None
+
+
 @RECALLING
 def test_forks_and_rewinds_last(tiny_model_dir: Path, tmp_path: Path, num_recalled: int) -> None:
     store = tmp_path / "store"
