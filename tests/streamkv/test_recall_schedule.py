@@ -42,15 +42,16 @@ def test_a_choice_for_an_answer_replaces_what_was_to_come() -> None:
     assert made.take(2000) == Choice(700, Known((9,)))
 
 
-def test_a_rewound_stream_forgets_later_choices() -> None:
+def test_a_stream_that_goes_back_forgets_its_choices_and_says_which() -> None:
     made = schedule()
-    made.put(Choice(512, Known((1,))))
-    made.put(Choice(768, Known((2,))))
-    made.clear(700)
-    assert made.take(9999) == Choice(512, Known((1,)))
-    made.put(Choice(512, Known((1,))))
-    made.clear()
-    assert made.take(9999) is None
+    choices = [Choice(512, Known((1,))), Choice(768, Known((2,), (0.5,)))]
+    for choice in choices:
+        made.put(choice)
+    assert made.next_choice() == choices[0]
+    assert made.clear() == choices
+    assert made.take(9999) is None and made.next_choice() is None
+    assert choices[1].is_of(768, (2,))
+    assert not choices[1].is_of(767, (2,)) and not choices[1].is_of(768, (1,))
 
 
 def test_blocks_of_which_a_token_leaves_while_the_choice_holds_are_candidates() -> None:
