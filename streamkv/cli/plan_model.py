@@ -134,6 +134,8 @@ def parse_shape(text: str) -> Shape:
     if missing:
         raise _not_a_shape(text, f"without {', '.join(missing)}")
     shape = Shape(**numbers)
+    if shape.tied > 1 or shape.trained == 0:
+        raise _not_a_shape(text, "tied is 0 or 1, and trained at least 1")
     if shape.heads % shape.kv_heads or (not shape.head_dim and shape.hidden % shape.heads):
         raise _not_a_shape(text, "heads are no multiple of kv_heads, or hidden none of heads")
     return shape
