@@ -19,7 +19,7 @@ from streamkv.gpu_plan import (
     room_for_digests,
     with_window,
 )
-from streamkv.session_needs import Workload, asleep_blocks, history_blocks
+from streamkv.session_needs import Workload, asleep_blocks, history_blocks, locked_blocks
 from streamkv.tiers.spec import KVSpec
 
 _MIB = 1 << 20
@@ -95,27 +95,28 @@ def in_cpu_pool(spec: KVSpec, config: EngineConfig) -> Iterator[Shortfall]:
 def on_ssd(spec: KVSpec, config: EngineConfig, work: Workload) -> Iterator[Shortfall]:
     """Whether the store holds every window, and with recall every history."""
     room = room_on_ssd(config, spec)
-    of_window = asleep_blocks(config, work.num_tokens, spec.block_size)
-    if (needed := work.num_sessions * of_window) > room:
+    if (needed := locked_blocks(config, spec, work)) > room:
 
         def fits(window_size: int) -> bool:
-            small = with_window(config, window_size)
-            of_one = asleep_blocks(small, work.num_tokens, spec.block_size)
-            return work.num_sessions * of_one <= room
+            return locked_blocks(with_window(config, window_size), spec, work) <= room
 
-        what = "what sessions need to wake"
-        remedies = (*_sessions_that(room, of_window, work), *_window_that(fits, spec, config))
-        yield _store_too_small(what, needed, room, spec, remedies)
+        # Each awake session counts twice.
+        most = room // asleep_blocks(config, work.num_tokens, spec.block_size)
+        remedies = list(_sessions_that(most - work.num_awake, work))
+        if most > work.num_sessions:
+            remedies.append(Remedy("num_awake", most - work.num_sessions))
+        remedies += _window_that(fits, spec, config)
+        yield _store_too_small("what sessions need to wake", needed, room, spec, remedies)
     of_history = history_blocks(work.num_tokens, spec)
     if config.recall_blocks > 0 and (needed := work.num_sessions * of_history) > room:
-        remedies = _sessions_that(room, of_history, work)
+        remedies = list(_sessions_that(room // of_history, work))
         if (of_one := room // work.num_sessions) > 0:
-            remedies = (*remedies, Remedy("num_tokens", of_one * spec.block_size - 1))
+            remedies.append(Remedy("num_tokens", of_one * spec.block_size - 1))
         yield _store_too_small("whole histories for recall", needed, room, spec, remedies)
 
 
 def _store_too_small(
-    what: str, needed: int, room: int, spec: KVSpec, remedies: tuple[Remedy, ...]
+    what: str, needed: int, room: int, spec: KVSpec, remedies: list[Remedy]
 ) -> Shortfall:
     problem = f"{what} are {needed:,} blocks; the store has room for {room:,}"
     sizes = range(1, MAX_BYTES // _MIB + 1)
@@ -123,13 +124,12 @@ def _store_too_small(
         sizes, True, key=lambda size: stored_bytes.room_for_blocks(size * _MIB, spec) >= needed
     )
     if at < len(sizes):
-        remedies = (Remedy("ssd_bytes", sizes[at] * _MIB, is_size=True), *remedies)
-    return Shortfall("ssd", problem, remedies)
+        remedies = [Remedy("ssd_bytes", sizes[at] * _MIB, is_size=True), *remedies]
+    return Shortfall("ssd", problem, tuple(remedies))
 
 
-def _sessions_that(room: int, of_one: int, work: Workload) -> tuple[Remedy, ...]:
+def _sessions_that(most: int, work: Workload) -> tuple[Remedy, ...]:
     """As many sessions as have room, unless those were fewer than are awake."""
-    most = room // of_one
     return (Remedy("num_sessions", most),) if most >= work.num_awake else ()
 
 

@@ -83,6 +83,16 @@ def asleep_blocks(config: EngineConfig, num_tokens: int, block_size: int = BLOCK
     return sealed + 1 - first + min(first, sinks)
 
 
+def locked_blocks(config: EngineConfig, spec: KVSpec, work: Workload) -> int:
+    """Blocks that a store must hold at once, at most, so that every session can wake.
+
+    Those of all sessions, and of the awake ones twice: the checkpoint before stays until the next
+    one is written, by when nothing of it need be in the window any more.
+    """
+    of_one = asleep_blocks(config, work.num_tokens, spec.block_size)
+    return (work.num_sessions + work.num_awake) * of_one
+
+
 def history_blocks(num_tokens: int, spec: KVSpec) -> int:
     """Blocks of a whole history, an open one included."""
     return num_tokens // spec.block_size + 1

@@ -6,8 +6,8 @@ Nothing is taken to be shared between them, and blocks to be stored `raw`: both 
 
     gpu   windows of the M awake ones and what else `gpu_plan` counts
     cpu   a cache: of sleeping windows what there is room for
-    ssd   the windows of all N, which are never evicted; behind them histories, the newest first;
-          journals and digests beside the limit of the store
+    ssd   the windows of all N, those of the M twice, which are never evicted; behind them
+          histories, the newest first; journals and digests beside the limit of the store
 
 Waking takes bytes over bandwidth here: the blocks of a window, and those recalled, through page-
 locked memory, and from the ssd first what is not in the cpu pool; journal and digests from the ssd
@@ -88,7 +88,7 @@ class SessionPlan:
         gpu: how a GPU is divided up; `None`: none was described.
         asleep_blocks: blocks that one sleeping session needs to wake, the open one included.
         cpu_sessions: sleeping sessions that the cpu pool has room for.
-        ssd_sessions: sessions that can wake from the store.
+        ssd_sessions: sessions that the store lets wake, so many of them awake; see `locked_blocks`.
         ssd_blocks: blocks that the store has room for.
         ssd_histories: sessions of which the store has room for every token.
         digest_host_bytes: of digests of the awake ones in host memory.
@@ -165,7 +165,7 @@ def plan_sessions(
         gpu=gpu,
         asleep_blocks=asleep,
         cpu_sessions=cpu_sessions,
-        ssd_sessions=ssd_blocks // asleep,
+        ssd_sessions=max(0, ssd_blocks // asleep - work.num_awake),
         ssd_blocks=ssd_blocks,
         ssd_histories=ssd_blocks // history_blocks(work.num_tokens, spec),
         digest_host_bytes=digest_host_bytes(config, spec, work, on_gpu=memory is not None),

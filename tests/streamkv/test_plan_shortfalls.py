@@ -48,14 +48,22 @@ def test_what_fits_has_no_shortfall() -> None:
     assert shortfalls(ENOUGH | {"recall_blocks": 3}) == []
 
 
-def test_a_store_too_small_for_windows_names_three_ways_out() -> None:
+def test_a_store_too_small_for_windows_names_ways_out() -> None:
     [short] = shortfalls(ENOUGH | {"ssd_bytes": 500 * MIB})
     assert short.tier == "ssd"
-    assert short.problem.startswith("what sessions need to wake are 1,000 blocks; the store has")
+    assert short.problem.startswith("what sessions need to wake are 1,100 blocks; the store has")
     size, sessions, window = short.remedies
-    assert size.option == "ssd_bytes" and size.is_size and size.value > 1000 * MIB
-    assert sessions.option == "num_sessions" and 30 < sessions.value < 50
+    assert size.option == "ssd_bytes" and size.is_size and size.value > 1100 * MIB
+    assert sessions.option == "num_sessions" and 25 < sessions.value < 40
     assert window.option == "window_size" and window.value % 64 == 0
+
+
+def test_fewer_awake_may_be_enough() -> None:
+    [short] = shortfalls(ENOUGH | {"ssd_bytes": 1200 * MIB, "num_awake": 50})
+    [awake] = [remedy.value for remedy in short.remedies if remedy.option == "num_awake"]
+    assert 1 <= awake < 50
+    assert shortfalls(ENOUGH | {"ssd_bytes": 1200 * MIB, "num_awake": awake}) == []
+    assert shortfalls(ENOUGH | {"ssd_bytes": 1200 * MIB, "num_awake": awake + 1}) != []
 
 
 def test_histories_count_only_where_they_are_recalled() -> None:
@@ -84,7 +92,7 @@ def test_a_gpu_too_small_for_the_weights_helps_only_larger() -> None:
 
 
 def test_sessions_are_never_fewer_than_are_awake() -> None:
-    [short] = shortfalls(ENOUGH | {"ssd_bytes": 100 * MIB, "num_awake": 90})
+    [short] = shortfalls(ENOUGH | {"ssd_bytes": 120 * MIB, "num_awake": 90})
     assert [remedy.option for remedy in short.remedies] == ["ssd_bytes"]
 
 

@@ -19,6 +19,7 @@ from streamkv.session_needs import (
     daily_writes,
     digest_host_bytes,
     history_blocks,
+    locked_blocks,
 )
 from streamkv.sizing import digest_bytes
 from streamkv.stored_bytes import block_bytes, journal_bytes
@@ -77,6 +78,11 @@ def test_a_sleeping_session_stores_the_blocks_that_were_said(
             assert engine._store is not None
             stored[num_tokens] = len(engine._store.blocks.manifest(f"of {num_tokens}"))
     assert stored == {number: asleep_blocks(config, number) for number in stored}
+
+
+def test_checkpoints_of_awake_sessions_count_twice() -> None:
+    config = EngineConfig(window_size=128)
+    assert locked_blocks(config, SPEC, Workload(10, 3, 1000)) == 13 * (1 + 2 + 1)
 
 
 def test_a_history_is_all_of_its_blocks() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamkv import Engine, EngineConfig
+from streamkv.cli.doctor_model import read_size
 from streamkv.gpu_plan import DeviceMemory, ModelSize, plan_gpu
 from streamkv.session_plan import SessionPlan, Speeds, Workload, plan_sessions
 from streamkv.stored_bytes import block_bytes, journal_bytes, room_for_blocks
@@ -43,7 +44,7 @@ def test_the_parts_are_those_counted_by_hand() -> None:
     assert plan.asleep_blocks == ASLEEP
     assert plan.cpu_sessions == 100 // ASLEEP
     assert plan.ssd_blocks == room_for_blocks(4 * GIB, SPEC)
-    assert plan.ssd_sessions == plan.ssd_blocks // ASLEEP
+    assert plan.ssd_sessions == plan.ssd_blocks // ASLEEP - 10
     assert plan.ssd_histories == plan.ssd_blocks // 157
     assert plan.digest_host_bytes == plan.digest_file_bytes == 0
     assert plan.journal_bytes == 100 * journal_bytes(CONFIG, SPEC, 10_000, ASLEEP)
@@ -173,6 +174,39 @@ def test_an_engine_takes_the_memory_that_was_planned(
             session.feed((list(range(3, 203)) * 5)[:999]).run()
             live = engine.usage()["gpu"].num_blocks
         assert plan.asleep_blocks <= live + 1 <= plan.awake_blocks
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_store_of_the_size_that_was_advised_lets_every_session_wake(
+    tiny_model_dir: Path, tmp_path: Path, share: float
+) -> None:
+    """Of half that size it does not."""
+    config = EngineConfig(
+        window_size=1000,
+        cpu_bytes=0,
+        store=str(tmp_path),
+        codec="raw",
+        max_sessions=2,
+        checkpoint_tokens=512,
+        ssd_bytes="1MiB",
+    )
+    spec = read_size(tiny_model_dir, "float32")[1]
+    [short] = plan_sessions(MODEL, spec, config, Workload(12, 2, 2000)).shortfalls
+    advised = next(each for each in short.remedies if each.option == "ssd_bytes")
+    config = dataclasses.replace(config, ssd_bytes=int(advised.value * share))
+    with Engine(str(tiny_model_dir), config) as engine:
+        assert engine._store is not None
+        for number in range(0, 12, 2):
+            pair = [engine.session(f"of {each}") for each in (number, number + 1)]
+            for ids in ([3 + number, 5, 7] * 400, [9, 3 + number] * 400):
+                for session in pair:
+                    session.feed(ids).run()
+            for session in pair:
+                session.close()
+        stored = engine._store.blocks
+        wanted = [key for name in engine.session_names() for key in stored.manifest(name)]
+        can_wake = all(stored.contains(key) for key in wanted) and len(wanted) >= 12 * 17
+        assert (can_wake and engine.counters()["ssd_disabled"] == 0) == (share == 1.0)
 
 
 def test_a_cpu_pool_holds_the_sleeping_sessions_that_were_planned() -> None:
