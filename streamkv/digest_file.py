@@ -41,6 +41,8 @@ _CRC = struct.Struct("<I")
 _NO_KEY = bytes(KEY_BYTES)
 _READ_BYTES = 1 << 22
 
+HEADER_BYTES = _HEADER.size
+
 ROW_OVERHEAD = _ROW.size + _CRC.size
 """Bytes of a row besides its digest."""
 

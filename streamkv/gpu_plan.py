@@ -162,13 +162,13 @@ def plan_gpu(memory: DeviceMemory, model: ModelSize, spec: KVSpec, config: Engin
         _pool_bytes(spec, config),
         num_gpu_blocks(config, spec),
         _largest(sessions, lambda number: fits(dataclasses.replace(one, max_sessions=number))),
-        _largest(windows, lambda size: fits(_with_window(one, size))),
+        _largest(windows, lambda size: fits(with_window(one, size))),
         recall_bytes(model, spec, config),
         digest_budget(config, spec),
     )
 
 
-def _with_window(config: EngineConfig, window_size: int) -> EngineConfig:
+def with_window(config: EngineConfig, window_size: int) -> EngineConfig:
     """The same with another window, and with a stride that it has room for."""
     least = 3 * BLOCK_SIZE
     if config.recall_blocks > 0 and window_size < least:
@@ -203,9 +203,8 @@ def require_room(plan: GpuPlan, spec: KVSpec, config: EngineConfig) -> None:
         f"{format_size(max(plan.room_bytes, 0))} for the gpu pool, which needs "
         f"{format_size(plan.pool_bytes)}"
     )
-    most = plan.digest_bytes + plan.spare_bytes
-    if config.digest_bytes is not None and plan.digest_bytes and most >= 0:
-        room = most if most >= page_bytes(0, digest_bytes(spec)) else 0
+    room = room_for_digests(plan, spec)
+    if config.digest_bytes is not None and plan.digest_bytes and room is not None:
         remedy = f'Use at most "{room >> 20}MiB": the rest of the digests lies in host memory.'
         raise ConfigError("digest_bytes", config.digest_bytes, problem, remedy)
     smallest = blocks_of_session(config, spec, config.num_sink_tokens, config.window_size)
@@ -224,6 +223,14 @@ def require_room(plan: GpuPlan, spec: KVSpec, config: EngineConfig) -> None:
         raise ConfigError("window_size", config.window_size, problem, remedy)
     remedy = 'No session fits: free memory of the GPU, or use a smaller model or device="cpu".'
     raise ConfigError("device", "cuda", problem, remedy)
+
+
+def room_for_digests(plan: GpuPlan, spec: KVSpec) -> int | None:
+    """The largest `digest_bytes` with which a plan fits; `None`: not even with 0."""
+    most = plan.digest_bytes + plan.spare_bytes
+    if most < 0:
+        return None
+    return most if most >= page_bytes(0, digest_bytes(spec)) else 0
 
 
 def _pool_bytes(spec: KVSpec, config: EngineConfig) -> int:

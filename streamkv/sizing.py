@@ -4,7 +4,7 @@ Pure arithmetic over options and layout; nothing is allocated here.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from streamkv.config import EngineConfig, format_size, parse_size
 from streamkv.digest_pages import page_bytes
@@ -14,9 +14,6 @@ from streamkv.recalled import farthest
 from streamkv.retrieval_heads import NUM_HEADS
 from streamkv.tiers.spec import BLOCK_SIZE, KVSpec
 
-if TYPE_CHECKING:
-    from streamkv.model import ModelAdapter
-
 PLANNED_TOKENS = 1 << 17
 """Tokens of a session whose digests have room on a GPU by default."""
 
@@ -24,7 +21,18 @@ SYSTEM_PROMPT_TOKENS = 512
 """Length of system prompt that the default gpu pool has room for in each session."""
 
 
-def check_window(config: EngineConfig, adapter: "ModelAdapter") -> None:
+class SeesTokens(Protocol):
+    """What a model says of how far it sees; see `ModelAdapter`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def trained_length(self) -> int: ...
+    @property
+    def sliding_windows(self) -> Sequence[int | None]: ...
+
+
+def check_window(config: EngineConfig, adapter: SeesTokens) -> None:
     """Raise unless the model can see sinks and window at once.
 
     Raises:

@@ -19,6 +19,7 @@ from streamkv.cli.console import print_error, warnings_as_lines
 from streamkv.cli.demo import demo
 from streamkv.cli.doctor import doctor
 from streamkv.cli.exit_codes import ExitCode, exit_code_of
+from streamkv.cli.plan import plan
 from streamkv.cli.serve import serve
 from streamkv.cli.summarize_cmd import summarize
 from streamkv.errors import StreamKVError
@@ -49,6 +50,7 @@ def make_app() -> typer.Typer:
     app.add_typer(session.make_app(), name="session")
     app.add_typer(bench.make_app(), name="bench")
     app.command()(doctor)
+    app.command()(plan)
     app.add_typer(cache.make_app(), name="cache")
     return app
 

@@ -40,8 +40,7 @@ def read_size(directory: Path, dtype: str) -> tuple[ModelSize, KVSpec]:
         KeyError: its config does not state a size that is needed.
         ValueError: a file is damaged.
     """
-    config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config", config)
+    config = read_config(directory)
     num_heads = config["num_attention_heads"]
     spec = KVSpec(
         config["num_hidden_layers"],
@@ -51,6 +50,18 @@ def read_size(directory: Path, dtype: str) -> tuple[ModelSize, KVSpec]:
     )
     num_weights = sum(_num_weights(path) for path in _weight_files(directory))
     return ModelSize.of(config, spec, num_weights * DTYPE_BYTES[dtype]), spec
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config of the model in a directory, of several parts that of its decoder.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is damaged.
+    """
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    decoder: dict[str, Any] = config.get("text_config", config)
+    return decoder
 
 
 def _hub_directory(hub_id: str) -> Path | None:

@@ -58,19 +58,26 @@ class PlanReport:
 
 def gpu_report(model: str, config: EngineConfig) -> PlanReport:
     """The plan for the GPU of this machine. Imports torch, and looks at the GPU if there is one."""
+    memory = this_gpu()
+    if isinstance(memory, str):
+        return PlanReport(problem=memory)
+    return plan_report(memory, model, choose_dtype(config.dtype, "cuda"), config)
+
+
+def this_gpu() -> DeviceMemory | str:
+    """Memory of the GPU of this machine, or why there is none to compute on. Imports torch."""
     try:
         # Imported only here: it takes seconds, and fails where transformers is not the right one.
         import torch
 
         from streamkv.device import gpu_problem
     except ImportError as error:
-        return PlanReport(problem=f"the engine cannot be imported ({error})")
+        return f"the engine cannot be imported ({error})"
     problem = gpu_problem()
     if problem is not None:
-        return PlanReport(problem=problem)
+        return problem
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    memory = DeviceMemory(total_bytes, free_bytes)
-    return plan_report(memory, model, choose_dtype(config.dtype, "cuda"), config)
+    return DeviceMemory(total_bytes, free_bytes)
 
 
 def plan_report(memory: DeviceMemory, model: str, dtype: str, config: EngineConfig) -> PlanReport:

@@ -10,7 +10,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     FOUND_PROBLEM = 1
-    """A check did its work and found something wrong: `doctor`, `cache verify`."""
+    """A check did its work and found something wrong: `doctor`, `cache verify`, `plan`."""
     USAGE = 2
     """A bad option, input, name or session state; nothing was done."""
     MODEL = 3

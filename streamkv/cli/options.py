@@ -6,9 +6,10 @@ is not given on the command line is not given to them either.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -146,6 +147,16 @@ def with_bare_engine(command: Command) -> Command:
     return _with_options(command, (*_ENGINE, *_CHUNK), has_store=False)
 
 
+def with_sizes(command: Command) -> Command:
+    """Give a command the options that sizes depend on, as its argument `options`; opens nothing."""
+    wanted = {"window_size", "num_sink_tokens", "dtype", "recall_blocks", "recall_stride"}
+    wanted |= {"digest_bytes", "cpu_bytes", "ssd_bytes", "checkpoint_tokens", "prefill_chunk"}
+    known = (*_ENGINE, *_CHUNK, *_ATTENTION, *_PERSISTENT)
+    fields = tuple(field for field in known if field.name in wanted)
+    # There will be a store, else nothing sleeps; where does not matter.
+    return _with_options(command, fields, has_store=False, fixed={"store": "."})
+
+
 def with_sampling(command: Command) -> Command:
     """Give a command the options of a generation, as its argument `params`."""
 
@@ -158,10 +169,15 @@ def with_sampling(command: Command) -> Command:
     )
 
 
-def _with_options(command: Command, fields: tuple[_Field, ...], has_store: bool) -> Command:
+def _with_options(
+    command: Command,
+    fields: tuple[_Field, ...],
+    has_store: bool,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> Command:
     def run(**given: Any) -> None:
         model = given.pop("model")
-        chosen = _taken(given, fields)
+        chosen = _taken(given, fields) | dict(fixed)
         if has_store:
             # By the type that the engine will take: a store holds one.
             dtype = choose_dtype(chosen.get("dtype", "auto"), chosen.get("device", "auto"))
