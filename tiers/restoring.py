@@ -21,7 +21,7 @@ from streamkv.tiers.copies import Copies, Copy
 from streamkv.tiers.cpu_pool import CpuBlock
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.prefetch import Prefetching
-from streamkv.tiers.read_threads import Read, ReadThreads
+from streamkv.tiers.read_threads import MAX_THREADS, Read, ReadThreads
 from streamkv.tiers.residents import Residents
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.transfer import Completion, Transfer
@@ -160,7 +160,7 @@ class Restoring:
         self._transfer = transfer
         self.counters = counters
         self._limit_s = limit_s
-        self._threads = ReadThreads("streamkv-restore")
+        self._threads = ReadThreads("streamkv-restore", MAX_THREADS)
         self._read_into: set[int] = set()
 
     @property
