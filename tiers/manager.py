@@ -239,7 +239,7 @@ class TierManager:
     def fetch(self, keys: Sequence[BlockKey]) -> list[int | None]:
         """Gpu blocks, newly allocated, that hold what the tiers have under these names.
 
-        What is in memory is copied on this thread; what only the ssd holds is read by up to four
+        What is in memory is copied on this thread; what only the ssd holds is read by up to eight
         threads at the same time. A block that is being prefetched is waited for, which is counted.
         No wait for one read lasts longer than the limit: it is then given up, logged and counted as
         `reads_given_up`. Nothing can be written over by a read that ends later: its block is held

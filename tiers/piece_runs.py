@@ -29,7 +29,7 @@ def copy_rows(rows: Bytes, skipped: int, out: Bytes) -> int:
         How many bytes were copied.
     """
     num_rows, row_bytes = rows.shape
-    size = min(num_rows * row_bytes - skipped, out.size)
+    size: int = min(num_rows * row_bytes - skipped, out.size)
     head = min(-skipped % row_bytes, size)
     if head:
         out[:head] = rows[0, skipped : skipped + head]
