@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from typing import Any
 
 from streamkv.chat import Segment
-from streamkv.errors import EngineClosedError, InputError, JournalError
+from streamkv.errors import EngineClosedError, InputError, JournalError, StreamKVError
 from streamkv.incremental import require_text
 from streamkv.journal import Journal
 from streamkv.journal_records import (
@@ -33,6 +33,9 @@ PIECE_CHARS = 4096
 
 PIECE_IDS = 4096
 """The same for a long list of token ids."""
+
+MAX_IDS_AHEAD = 65_536
+"""Token ids that may be pending because more of a list was accepted before its turn."""
 
 
 def pieces(item: Any) -> Iterator[str | list[int]]:
@@ -289,3 +292,54 @@ class Intake:
                     "outside the vocabulary",
                     f"Use whole numbers from 0 to {self.vocab_size - 1}.",
                 )
+
+
+class FedItem:
+    """One item of a feed, accepted piece by piece.
+
+    Of a list of token ids, which its caller handed over whole, more may be accepted before the
+    pieces before it are computed. What is refused then is refused when its turn comes.
+
+    Args:
+        intake: accepts the pieces.
+        sequence: the stream that they come to.
+        item: a text or a list of token ids.
+    """
+
+    def __init__(self, intake: Intake, sequence: Sequence, item: Any) -> None:
+        self._intake = intake
+        self._sequence = sequence
+        self._pieces = pieces(item)
+        self._is_list = isinstance(item, list | tuple)
+        self._refused: str | list[int] | None = None
+
+    def accept_next(self) -> bool:
+        """Accept the next piece; False: there is none.
+
+        Raises:
+            InputError, JournalError: as `Intake.accept`.
+        """
+        refused, self._refused = self._refused, None
+        piece = refused if refused is not None else next(self._pieces, None)
+        if piece is None:
+            return False
+        self._intake.accept(piece)
+        return True
+
+    def accept_more(self) -> bool:
+        """Accept as many ids again as are pending, within the limit; False: nothing was accepted.
+
+        No more than that, so that looking ahead stays in proportion to what was found.
+        """
+        before = self._sequence.num_pending
+        end = min(2 * before, MAX_IDS_AHEAD)
+        while self._is_list and self._refused is None and self._sequence.num_pending < end:
+            room = MAX_IDS_AHEAD - self._sequence.num_pending
+            piece = next(self._pieces, None) if room >= PIECE_IDS else None
+            if piece is None:
+                break
+            try:
+                self._intake.accept(piece)
+            except StreamKVError:
+                self._refused = piece
+        return self._sequence.num_pending > before

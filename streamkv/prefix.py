@@ -21,8 +21,13 @@ MAX_BLOCKS_AHEAD = 1024
 """Blocks to come that are looked for at a time; bounds the time of a look."""
 
 
-def keys_ahead(stream: Stream) -> list[BlockKey]:
+def keys_ahead(stream: Stream, known: Sequence[BlockKey] = ()) -> list[BlockKey]:
     """Keys of the blocks that the pending tokens will fill, the open block first.
+
+    Args:
+        stream: whose.
+        known: keys of the first of these blocks, from before more tokens were accepted. Those of
+            the blocks behind them are returned.
 
     The last pending token is left out, as it stays pending, and so are those before it by whose
     queries old blocks may be chosen, and all that follows a change of the window or tokens that are
@@ -36,15 +41,17 @@ def keys_ahead(stream: Stream) -> list[BlockKey]:
     end = stream.num_computed + stream.num_pending - 1 - stream.look_back
     if stream.next_boundary is not None:
         end = min(end, stream.next_boundary)
-    num_blocks = min(end // size - first, MAX_BLOCKS_AHEAD)
-    if num_blocks <= 0:
+    first_new = first + len(known)
+    num_new = min(end // size, first + MAX_BLOCKS_AHEAD) - first_new
+    if num_new <= 0:
         return []
-    ids = [*stream.open_ids, *stream.next_ids(num_blocks * size - len(stream.open_ids))]
-    keys, parent = [], stream.chain_key
-    for index in range(first, first + num_blocks):
-        start = index * size
-        policy = policy_in_force(stream.window, start, size)
-        key = child_key(parent, ids[start - first * size :][:size], policy)
+    parent = stream.salting.after(first_new - 1, known[-1]) if known else stream.chain_key
+    ids = stream.ids_from(first_new * size, num_new * size)
+    keys = []
+    for index in range(first_new, first_new + num_new):
+        offset = (index - first_new) * size
+        policy = policy_in_force(stream.window, index * size, size)
+        key = child_key(parent, ids[offset : offset + size], policy)
         keys.append(key)
         parent = stream.salting.after(index, key)
     return keys

@@ -3,80 +3,48 @@
 Invariant: afterwards the sequence stands where computing would have brought it, with blocks that
 are bit for bit those of the stream that computed them; or nothing has changed. Whoever looks does
 so on its own thread; blocks change hands on the engine's thread only, a bounded number at a time,
-so that the steps of other sessions go on in between. No torch, no journal.
+so that the steps of other sessions go on in between. Meanwhile the next blocks are under way, or
+the device's copies would stand still between two steps. No torch, no journal.
 """
 
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from streamkv.errors import PoolFullError
 from streamkv.executor import Executor
-from streamkv.prefix import blocks_seen, keys_ahead, longest_run
+from streamkv.prefix import keys_ahead
+from streamkv.read_pace import ReadPace
 from streamkv.sequence import Sequence as Stream
 from streamkv.sharing import Sharing
+from streamkv.stored_run import Run
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.policy import Place
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.restoring import Restore
 
 READ_AT_ONCE = 32
 """Blocks read between two steps of other sessions."""
 
+NUM_AHEAD = 1
+"""As many times more blocks are under way while those are waited for."""
 
-class Run:
-    """Blocks to come of a sequence as they were found.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Blocks of one tier that are being read.
 
     Attributes:
-        first: index of the first block to come.
-        end: index of the block after those that are reused.
-        wanted: index of each block to be read.
+        place: the tier.
+        block_ids: gpu block of each block index.
+        restore: what fills them.
     """
 
-    def __init__(self, stream: Stream, keys: Sequence[BlockKey], room: int) -> None:
-        self._stream = stream
-        self._keys = keys
-        self._room = room
-        self._places: list[Place | None] = [None] * len(keys)
-        self.first = self.end = stream.num_computed // stream.block_size
-        self.wanted: list[int] = []
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that need not be computed."""
-        return self.end * self._stream.block_size - self._stream.num_computed
-
-    def key(self, index: int) -> BlockKey:
-        """Key of a block to come."""
-        return self._keys[index - self.first]
-
-    def place(self, index: int) -> Place:
-        """Where a wanted block was found."""
-        place = self._places[index - self.first]
-        assert place is not None
-        return place
-
-    def locate(self, where: Callable[[BlockKey], Place | None]) -> None:
-        """Look where the blocks are, and choose the longest run."""
-        self._places = [where(key) for key in self._keys]
-        self._choose()
-
-    def lose(self, index: int) -> None:
-        """A block could not be read: choose a run that does not need it."""
-        self._places[index - self.first] = None
-        self._choose()
-
-    def _choose(self) -> None:
-        stream, size = self._stream, self._stream.block_size
-        stored = [place is not None for place in self._places]
-        live = _exact_blocks(stream)
-        self.end = longest_run(stream.window, size, self.first, stored, live, self._room)
-        seen = blocks_seen(stream.window, size, self.end * size) if self.end > self.first else []
-        self.wanted = [index for index in seen if index >= self.first]
-        # Less than a block is soon computed.
-        if self.num_tokens < size:
-            self.end, self.wanted = self.first, []
+    place: Place
+    block_ids: dict[int, int]
+    restore: Restore
 
 
 class PrefixReuse:
@@ -112,13 +80,18 @@ class PrefixReuse:
         self._block_bytes = block_bytes
         self.num_tokens = 0
 
-    def find(self) -> Run | None:
-        """A run of blocks that is stored, and sooner read than computed. Moves nothing."""
-        keys = keys_ahead(self._sequence)
-        if not keys:
-            return None
-        run = Run(self._sequence, keys, self._num_blocks - len(self._sequence.table))
-        run.locate(self._tiers.where)
+    def find(self, accept_more: Callable[[], bool] = lambda: False) -> Run | None:
+        """A run of blocks that is stored, and sooner read than computed. Moves nothing.
+
+        Args:
+            accept_more: called while all that is pending was found: has more pending, or tells
+                that there is no more.
+        """
+        run = Run(self._sequence, self._num_blocks - len(self._sequence.table))
+        while keys := keys_ahead(self._sequence, run.keys):
+            run.extend(keys, self._tiers.where)
+            if not run.reaches_end or not accept_more():
+                break
         if not run.wanted:
             return None
         num_bytes: Counter[Place] = Counter()
@@ -135,39 +108,47 @@ class PrefixReuse:
         """
         return Taking(self, run, after_step)
 
-    def read(self, run: Run, indices: Collection[int], held: dict[int, int]) -> None:
-        """Read blocks into `held`, block index to block id; those that cannot be are lost to `run`.
+    def begin(self, run: Run, place: Place, indices: list[int]) -> _Batch:
+        """Begin to read blocks of one tier.
 
         Raises:
             PoolFullError: no room in the gpu pool.
             StoreError, EngineClosedError: the tiers' worker stopped or was closed.
         """
-        for place in sorted({run.place(index) for index in indices}):
-            group = [index for index in indices if run.place(index) == place]
-            self._read_group(run, place, group, held)
-
-    def _read_group(self, run: Run, place: Place, indices: list[int], held: dict[int, int]) -> None:
-        block_ids: list[int] = []
+        block_ids: dict[int, int] = {}
         try:
-            for _ in indices:
-                block_ids.append(self._tiers.allocate())
+            for index in indices:
+                block_ids[index] = self._tiers.allocate()
+            pairs = [(run.key(index), at) for index, at in block_ids.items()]
+            return _Batch(place, block_ids, self._tiers.begin_restore(pairs))
         except BaseException:
-            for block_id in block_ids:
+            for block_id in block_ids.values():
                 self._tiers.free(block_id)
             raise
-        pairs = [(run.key(index), at) for index, at in zip(indices, block_ids, strict=True)]
-        begun_s = time.monotonic()
-        found = self._tiers.restore_many(pairs)
-        num_bytes = sum(found) * self._block_bytes
-        self._gate.note_read(place, num_bytes, time.monotonic() - begun_s)
-        for index, block_id, is_there in zip(indices, block_ids, found, strict=True):
-            if is_there:
-                held[index] = block_id
-            else:
-                self._tiers.free(block_id)
-        for index, is_there in zip(indices, found, strict=True):
+
+    def end(self, batch: _Batch) -> list[int]:
+        """Wait until blocks are there; returns the indices of those that could not be read.
+
+        Their gpu blocks are given back. After an error the batch is still to be abandoned.
+        """
+        lost = []
+        found = self._tiers.end_restore(batch.restore)
+        for index, is_there in zip(list(batch.block_ids), found, strict=True):
             if not is_there:
-                run.lose(index)
+                self._tiers.free(batch.block_ids.pop(index))
+                lost.append(index)
+        return lost
+
+    def abandon(self, batch: _Batch) -> None:
+        """Give back blocks that are being read."""
+        batch.restore.abandon()
+        for block_id in batch.block_ids.values():
+            self._tiers.free(block_id)
+
+    def note_read(self, place: Place, num_blocks: int, seconds: float | None) -> None:
+        """Tell the gate how long blocks took, if that is known."""
+        if seconds is not None:
+            self._gate.note_read(place, num_blocks * self._block_bytes, seconds)
 
     def give_back(self, held: dict[int, int]) -> None:
         """Give blocks back that were read and are not used."""
@@ -180,7 +161,7 @@ class PrefixReuse:
         self._remove_from(run.first)
         for index in run.wanted:
             sequence.table.add(index, held.pop(index), run.key(index))
-        sequence.advance(num_tokens)
+        sequence.advance_blocks(run.keys[: run.end - run.first])
         sequence.mark_exact(run.end * sequence.block_size)
         self._executor.drop_expired(sequence)
         self.num_tokens += num_tokens
@@ -205,6 +186,11 @@ class Taking:
         self._run = run
         self._after_step = after_step
         self._held: dict[int, int] = {}
+        self._under_way: deque[_Batch] = deque()
+        self._pace = ReadPace()
+        # A caller who is interrupted again and again leaves while a step is still being taken.
+        self._lock = threading.Lock()
+        self._is_left = False
 
     def step(self) -> int | None:
         """Read some blocks, on the engine's thread.
@@ -213,21 +199,56 @@ class Taking:
             `None` while there are more to read; then the tokens that count as computed, 0 if the
             run could not be had.
         """
+        with self._lock, self._pace:
+            return 0 if self._is_left else self._step()
+
+    def _step(self) -> int | None:
         run = self._run
-        self._forget_unwanted()
-        absent = [index for index in run.wanted if index not in self._held]
         try:
-            self._reuse.read(run, absent[:READ_AT_ONCE], self._held)
+            num_left = self._begin_next()
         except PoolFullError:
             return 0
+        if self._under_way and (num_left == 0 or len(self._under_way) > NUM_AHEAD):
+            self._end_oldest()
         if not run.wanted:
             return 0
-        if any(index not in self._held for index in run.wanted):
+        if self._under_way or any(index not in self._held for index in run.wanted):
             return None
-        self._forget_unwanted()
+        self._give_back_unwanted()
         num_tokens = self._reuse.adopt(run, self._held)
         self._after_step()
         return num_tokens
+
+    def _begin_next(self) -> int:
+        """Begin to read the next blocks, of one tier at a time; returns how many are left."""
+        run = self._run
+        begun = {index for batch in self._under_way for index in batch.block_ids}
+        absent = [index for index in run.wanted if index not in self._held and index not in begun]
+        if not absent:
+            return 0
+        place = run.place(absent[0])
+        indices = [index for index in absent if run.place(index) == place][:READ_AT_ONCE]
+        self._under_way.append(self._reuse.begin(run, place, indices))
+        return len(absent) - len(indices)
+
+    def _end_oldest(self) -> None:
+        batch = self._under_way[0]
+        lost = self._reuse.end(batch)
+        self._under_way.popleft()
+        self._held |= batch.block_ids
+        self._reuse.note_read(batch.place, len(batch.block_ids), self._pace.lap_s())
+        for index in lost:
+            self._run.lose(index)
+        if lost:
+            self._give_back_unwanted()
+
+    def _give_back_unwanted(self) -> None:
+        """Give back what a shorter run does not need."""
+        wanted = set(self._run.wanted)
+        unwanted = {index: at for index, at in self._held.items() if index not in wanted}
+        for index in unwanted:
+            del self._held[index]
+        self._reuse.give_back(unwanted)
 
     def __enter__(self) -> Self:
         return self
@@ -238,16 +259,8 @@ class Taking:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._reuse.give_back(self._held)
-
-    def _forget_unwanted(self) -> None:
-        """Give back what a shorter run does not need."""
-        unwanted = {index: at for index, at in self._held.items() if index not in self._run.wanted}
-        for index in unwanted:
-            del self._held[index]
-        self._reuse.give_back(unwanted)
-
-
-def _exact_blocks(stream: Stream) -> set[int]:
-    # A copy first: the engine's thread may make a block live for a step that nobody asked for yet.
-    return {block.block_index for block in list(stream.table) if block.key is not None}
+        with self._lock:
+            self._is_left = True
+            while self._under_way:
+                self._reuse.abandon(self._under_way.popleft())
+            self._reuse.give_back(self._held)

@@ -179,6 +179,35 @@ class Sequence:
         assert query_len <= len(self.pending)
         return list(islice(self.pending, query_len))
 
+    def ids_from(self, token_index: int, num_tokens: int) -> list[int]:
+        """Ids from the start of the open block, or from a pending token, on."""
+        skipped = token_index - self.num_computed
+        if skipped >= 0:
+            return list(islice(self.pending, skipped, skipped + num_tokens))
+        assert skipped == -len(self._open_ids)
+        return [*self._open_ids, *self.next_ids(num_tokens + skipped)]
+
+    def advance_blocks(self, keys: Ids[BlockKey]) -> None:
+        """Count the tokens of whole blocks as computed, the open block first.
+
+        Args:
+            keys: those that `advance` would find, as they were made from the same ids.
+        """
+        self.head_is_written = False
+        first = self.num_computed // self.block_size
+        end = first + len(keys)
+        for index, key in enumerate(keys, first):
+            if self.keys is not None:
+                self.keys.put(index, key if self._is_exact_from(index * self.block_size) else None)
+        query_len = end * self.block_size - self.num_computed
+        assert keys and query_len <= len(self.pending)
+        self.pending = deque(islice(self.pending, query_len, None))
+        self.num_computed += query_len
+        self._open_ids = []
+        self._chain_key = self.salting.after(end - 1, keys[-1])
+        self._apply_window_change()
+        self._apply_jump()
+
     def advance(self, query_len: int) -> list[tuple[int, BlockKey]]:
         """Count `query_len` pending tokens as computed.
 
@@ -220,7 +249,7 @@ class Sequence:
         key = child_key(self._chain_key, self._open_ids, policy)
         self._chain_key = self.salting.after(index, key)
         self._open_ids = []
-        is_exact = not self._inexact_from <= start < self.exact_from
+        is_exact = self._is_exact_from(start)
         if self.keys is not None:
             self.keys.put(index, key if is_exact else None)
         if not is_exact or index not in self.table:
@@ -228,6 +257,9 @@ class Sequence:
         block = self.table[index]
         block.key = key
         return block.block_id, key
+
+    def _is_exact_from(self, token_index: int) -> bool:
+        return not self._inexact_from <= token_index < self.exact_from
 
     def take_expired(self) -> list[tuple[int, BlockKey | None]]:
         """Remove blocks that neither the next query nor a resume at the last full block needs."""

@@ -14,7 +14,7 @@ from streamkv.detokenizer import IncrementalDecoder
 from streamkv.driver import END, NEED_ITEM, Steps
 from streamkv.errors import AbsentBlockError, InputError, PoolFullError, SessionError
 from streamkv.generation import Generation
-from streamkv.intake import pieces
+from streamkv.intake import FedItem, pieces
 from streamkv.live import LiveStream
 from streamkv.outputs import Progress, Score
 from streamkv.sampling import SamplingParams, resolve_seed, sample
@@ -48,11 +48,11 @@ class Turns:
             return Progress(num_tokens, sequence.num_computed, intake.text_chars, rate, num_reused)
 
         while (item := (yield NEED_ITEM)) is not END:
-            for piece in pieces(item):
+            fed = FedItem(intake, sequence, item)
+            while fed.accept_next():
                 accepted = True
-                intake.accept(piece)
                 while sequence.num_pending > self._live.prefill_chunk:
-                    num_tokens += yield from self._take_or_compute()
+                    num_tokens += yield from self._take_or_compute(fed.accept_more)
                     yield progress()
         if not accepted:
             raise InputError("items", "", "an empty feed", "Feed at least one character or token.")
@@ -189,19 +189,23 @@ class Turns:
         while sequence.num_pending > 1:
             yield from self._take_or_compute()
 
-    def _take_or_compute(self) -> Part:
-        """Bring the stream on by what the tiers hold, or by a chunk; returns tokens."""
-        num_reused: int = yield from self._take_stored()
+    def _take_or_compute(self, accept_more: Callable[[], bool] = lambda: False) -> Part:
+        """Bring the stream on by what the tiers hold, or by a chunk; returns tokens.
+
+        Args:
+            accept_more: as for `PrefixReuse.find`.
+        """
+        num_reused: int = yield from self._take_stored(accept_more)
         if num_reused:
             return num_reused
         chunk = min(self._live.sequence.num_pending - 1, self._live.next_chunk())
         yield self._compute(chunk)
         return chunk
 
-    def _take_stored(self) -> Part:
+    def _take_stored(self, accept_more: Callable[[], bool] = lambda: False) -> Part:
         """Take stored blocks for pending tokens; returns tokens that need not be computed now."""
         num_tokens, reuse = 0, self._live.reuse
-        while (run := reuse.find()) is not None:
+        while (run := reuse.find(accept_more)) is not None:
             with reuse.taking(run, self._live.after_step) as taking:
                 while (taken := (yield Call(taking.step))) is None:
                     pass

@@ -14,6 +14,8 @@ import torch
 
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.host_memory import Bytes
+from streamkv.tiers.read_threads import MAX_THREADS
+from streamkv.tiers.staging import Staging
 from streamkv.tiers.transfer import Completion, Transfer
 
 
@@ -48,6 +50,7 @@ class CudaTransfer(Transfer):
         self._device = gpu_pool.data.device
         self._compute_stream = torch.cuda.current_stream(self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # too
+        self._staging = Staging(gpu_pool.spec.block_bytes, MAX_THREADS)
 
     def written(self) -> Completion:
         """Marks all work that the calling thread has issued so far on the pool."""
@@ -62,9 +65,10 @@ class CudaTransfer(Transfer):
     @contextmanager
     def filling(self, block_id: int) -> Iterator[Bytes]:
         """Room [block_bytes] for the ssd tier to read into; in the gpu block on leaving."""
-        room = np.empty(self._gpu_pool.spec.block_bytes, dtype=np.uint8)
-        yield room
-        self.promote(room, block_id).wait()
+        with self._staging.buffer() as room:
+            yield room
+            # The next user of the room must not write to it before it was copied.
+            self.promote(room, block_id).wait()
 
     def demote(self, block_id: int, out: Bytes) -> Completion:
         """Copy a gpu block into host memory [block_bytes]."""

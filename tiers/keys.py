@@ -24,6 +24,8 @@ from streamkv.tiers.spec import FORMAT_VERSION, BlockKey, KVSpec
 KEY_BYTES = 16
 SALT_BYTES = 16
 
+_LENGTH = struct.Struct("<Q")
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPolicy:
@@ -192,10 +194,8 @@ def _id_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _key(fields: tuple[bytes, ...], *, partial: bool) -> BlockKey:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for field in fields:
-        digest.update(struct.pack("<Q", len(field)))
-        digest.update(field)
-    value = bytearray(digest.digest())
+    # At once, not field by field: a look ahead makes a thousand keys.
+    told = b"".join([part for field in fields for part in (_LENGTH.pack(len(field)), field)])
+    value = bytearray(hashlib.blake2b(told, digest_size=KEY_BYTES).digest())
     value[0] = (value[0] & 0xFE) | partial
     return BlockKey(bytes(value))

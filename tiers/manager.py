@@ -30,7 +30,7 @@ from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import OnPressure, Place, Policy, Retain
 from streamkv.tiers.prefetch import Prefetching
 from streamkv.tiers.residents import Residents
-from streamkv.tiers.restoring import Restoring, Target
+from streamkv.tiers.restoring import Restore, Restoring, Target
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.store import Store
 from streamkv.tiers.transfer import Transfer
@@ -217,10 +217,21 @@ class TierManager:
 
     def restore_many(self, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
         """`restore` for (key, block_id) pairs, several at a time; results in their order."""
-        targets = [Target(key, block_id) for key, block_id in wanted]
-        found = self._restoring.restore(targets)
+        return self.end_restore(self.begin_restore(wanted))
+
+    def begin_restore(self, wanted: Sequence[tuple[BlockKey, int]]) -> Restore:
+        """Begin what `restore_many` does, and return while blocks are copied and read.
+
+        The caller goes on with `end_restore`, or gives it up with `Restore.abandon`; only then he
+        gives the blocks back. Until then they are not sealed, and he touches none of them.
+        """
+        return self._restoring.begin([Target(key, block_id) for key, block_id in wanted])
+
+    def end_restore(self, restore: Restore) -> list[bool]:
+        """Wait for what was begun; results in the order of what was wanted."""
+        found = restore.wait()
         with self._condition:
-            for target, is_there in zip(targets, found, strict=True):
+            for target, is_there in zip(restore.targets, found, strict=True):
                 if is_there and not is_partial(target.key):
                     self._residents.seal(target.block_id, target.key)
         return found
@@ -228,7 +239,7 @@ class TierManager:
     def fetch(self, keys: Sequence[BlockKey]) -> list[int | None]:
         """Gpu blocks, newly allocated, that hold what the tiers have under these names.
 
-        What is in memory is copied on this thread; what only the ssd holds is read by up to four
+        What is in memory is copied on this thread; what only the ssd holds is read by up to eight
         threads at the same time. A block that is being prefetched is waited for, which is counted.
         No wait for one read lasts longer than the limit: it is then given up, logged and counted as
         `reads_given_up`. Nothing can be written over by a read that ends later: its block is held

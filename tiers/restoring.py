@@ -1,7 +1,8 @@
 """Blocks come back into the gpu pool: from a gpu block of the same name, the cpu pool, or ssd.
 
 What is in memory is copied on the calling thread, every copy issued before the first is waited for;
-what only the ssd holds is read by threads meanwhile. Invariant: a block that is read into is held
+what only the ssd holds is read by threads meanwhile. Who has other blocks to ask for issues those,
+too, before waiting for the first (`Restore`). Invariant: a block that is read into is held
 until the read has ended, also if nobody waits for it any more. A read that takes longer than the
 limit is therefore given up safely: it counts as a miss, the caller frees the block as after any
 miss, and the hold keeps the block's id from being given out before the late read has written the
@@ -12,16 +13,15 @@ This module does not know who wants the blocks, nor when they are written down.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from streamkv.tiers.background import Background
+from streamkv.tiers.copies import Copies, Copy
 from streamkv.tiers.cpu_pool import CpuBlock
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.prefetch import Prefetching
-from streamkv.tiers.read_threads import Read, ReadThreads
+from streamkv.tiers.read_threads import MAX_THREADS, Read, ReadThreads
 from streamkv.tiers.residents import Residents
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.transfer import Completion, Transfer
@@ -37,21 +37,91 @@ class Target(NamedTuple):
     block_id: int
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A copy from memory to a target; its source stays as it is until `release`.
+class Restore:
+    """Targets that are being filled: to be waited for or abandoned, once, by one thread at a time.
+
+    The targets that could not be filled have undefined contents, and may be written to only after
+    they were given back and allocated anew. Nothing counts as sealed by this.
+
+    Args:
+        restoring: does the work.
+        targets: what goes where.
 
     Attributes:
-        start: issues the copy.
-        release: lets go of the source.
-        counted_as: counters.
-        completion: of the copy while it is under way.
+        targets: as given.
     """
 
-    start: Callable[[], Completion]
-    release: Callable[[], None]
-    counted_as: tuple[str, ...]
-    completion: Completion | None = None
+    def __init__(self, restoring: "Restoring", targets: Sequence[Target]) -> None:
+        self._restoring = restoring
+        self.targets = targets
+        self._found = [False] * len(targets)
+        self._reads: dict[int, Read] = {}
+        self._awaited: dict[int, Read] = {}
+        self._copies = Copies(restoring.counters)
+
+    def begin(self) -> None:
+        """See `Restoring.begin`."""
+        among_gpu_blocks = Copies(self._restoring.counters)
+        try:
+            for at, target in enumerate(self.targets):
+                # The ssd takes longest, so it is asked first, and reads while all else is done.
+                if (copy := self._restoring.source(target)) is not None:
+                    (among_gpu_blocks if copy.holds_gpu_block else self._copies).add(copy)
+                    self._found[at] = True
+                elif (read := self._restoring.under_way(target.key)) is not None:
+                    self._awaited[at] = read
+                else:
+                    self._reads[at] = self._restoring.read(target)
+            among_gpu_blocks.start()
+            self._copies.start()
+            among_gpu_blocks.wait()
+        except BaseException:
+            among_gpu_blocks.end()
+            self.abandon()
+            raise
+
+    def wait(self) -> list[bool]:
+        """Wait until all is there; which of the targets could be filled, in their order.
+
+        Raises:
+            Exception: as `Restoring.begin`.
+        """
+        try:
+            self._copies.wait()
+            self._wait_for_prefetches()
+            for at, read in self._reads.items():
+                self._found[at] = self._restoring.ended(read)
+        except BaseException:
+            self.abandon()
+            raise
+        self._restoring.counters.add("misses", self._found.count(False))
+        return self._found
+
+    def abandon(self) -> None:
+        """Nobody wants them any more: nothing is copied when this returns. Idempotent.
+
+        A read that has begun goes on, and holds its block until it has ended.
+        """
+        for read in self._reads.values():
+            self._restoring.cancel(read)
+        self._copies.end()
+
+    def _wait_for_prefetches(self) -> None:
+        copies = Copies(self._restoring.counters)
+        try:
+            for at, prefetch in self._awaited.items():
+                target = self.targets[at]
+                if not self._restoring.wait_for_prefetch(prefetch):
+                    continue
+                if (copy := self._restoring.source(target)) is not None:
+                    copies.add(copy)
+                    self._found[at] = True
+                else:
+                    self._reads[at] = self._restoring.read(target)
+            copies.start()
+            copies.wait()
+        finally:
+            copies.end()
 
 
 class Restoring:
@@ -66,6 +136,9 @@ class Restoring:
         transfer: copies within the gpu pool.
         counters: where restores are counted.
         limit_s: after so long a read from ssd is given up.
+
+    Attributes:
+        counters: as given.
     """
 
     def __init__(
@@ -85,9 +158,9 @@ class Restoring:
         self._lower = lower
         self._prefetching = prefetching
         self._transfer = transfer
-        self._counters = counters
+        self.counters = counters
         self._limit_s = limit_s
-        self._threads = ReadThreads("streamkv-restore")
+        self._threads = ReadThreads("streamkv-restore", MAX_THREADS)
         self._read_into: set[int] = set()
 
     @property
@@ -95,76 +168,31 @@ class Restoring:
         """Blocks without an owner that a read which was given up may still write to."""
         return sum(not self._residents.is_owned(block_id) for block_id in self._read_into)
 
-    def restore(self, targets: Sequence[Target]) -> list[bool]:
-        """Fill the targets; which of them could be, in their order.
+    def begin(self, targets: Sequence[Target]) -> "Restore":
+        """Begin to fill the targets; what is under way then is to be waited for or abandoned.
 
-        The others' contents are undefined, and such a block may be written to only after it was
-        given back and allocated anew. Nothing counts as sealed yet.
+        Copies from the cpu pool and reads from ssd are under way on return. A copy of another gpu
+        block has ended: whoever waits for a free block would otherwise wait for the source of a
+        copy that only he himself can see to its end.
 
         Raises:
-            Exception: whatever is wrong other than the ssd; no target is copied to any more, and
-                one that is still being read into is held until that has ended.
+            Exception: whatever is wrong other than the ssd; nothing is under way any more, but for
+                reads that hold their blocks until they have ended.
         """
-        reads: dict[int, Read] = {}
-        awaited: dict[int, Read] = {}
-        found = [False] * len(targets)
-        try:
-            with self._copying() as copies:
-                for at, target in enumerate(targets):
-                    # The ssd takes longest, so it is asked first, and reads while all else is done.
-                    if (copy := self._source(target)) is not None:
-                        copies.append(copy)
-                        found[at] = True
-                    elif (read := self._under_way(target.key)) is not None:
-                        awaited[at] = read
-                    else:
-                        reads[at] = self._read(target)
-            with self._copying() as copies:
-                for at, prefetch in awaited.items():
-                    if not self._prefetching.wait(prefetch):
-                        self._give_up("a prefetch")
-                    elif (copy := self._source(targets[at])) is not None:
-                        copies.append(copy)
-                        found[at] = True
-                    else:
-                        reads[at] = self._read(targets[at])
-            for at, read in reads.items():
-                found[at] = self._ended(read)
-        except BaseException:
-            for read in reads.values():
-                self._threads.cancel(read)
-            raise
-        self._counters.add("misses", found.count(False))
-        return found
+        restore = Restore(self, targets)
+        restore.begin()
+        return restore
+
+    def restore(self, targets: Sequence[Target]) -> list[bool]:
+        """Fill the targets; which of them could be, in their order: `begin` and `Restore.wait`."""
+        return self.begin(targets).wait()
 
     def close(self) -> None:
         """End the threads; what is restored from now on is read by the caller. Idempotent."""
         if not self._threads.close(self._limit_s):
             _log.warning("a read has not ended after %g s and is left alone", self._limit_s)
 
-    @contextmanager
-    def _copying(self) -> Iterator[list[_Copy]]:
-        """Collects copies; on leaving all are issued, then all waited for, then all let go of."""
-        copies: list[_Copy] = []
-        try:
-            yield copies
-            for copy in copies:
-                copy.completion = copy.start()
-            for copy in copies:
-                assert copy.completion is not None
-                copy.completion.wait()
-                copy.completion = None
-                for name in copy.counted_as:
-                    self._counters.add(name)
-        finally:
-            for copy in copies:
-                # Also after an error nothing may be let go of that is still being copied.
-                if copy.completion is not None:
-                    with suppress(Exception):
-                        copy.completion.wait()
-                copy.release()
-
-    def _source(self, target: Target) -> _Copy | None:
+    def source(self, target: Target) -> Copy | None:
         """How to copy a block from memory: what is being copied down is found on either side."""
         with self._condition:
             job = self._background.copy_of(target.key)
@@ -176,26 +204,36 @@ class Restoring:
         block = self._lower.lock(target.key)
         return self._copy_of_demoted(block, target.block_id) if block is not None else None
 
-    def _copy_of_resident(self, source: int, written: Completion | None, block_id: int) -> _Copy:
+    def _copy_of_resident(self, source: int, written: Completion | None, block_id: int) -> Copy:
         def start() -> Completion:
             if written is not None:
                 written.wait()
             return self._transfer.copy(source, block_id)
 
-        return _Copy(start, lambda: self._unhold(source), ("shared",))
+        return Copy(start, lambda: self._unhold(source), ("shared",), holds_gpu_block=True)
 
-    def _copy_of_demoted(self, block: CpuBlock, block_id: int) -> _Copy:
-        return _Copy(
+    def _copy_of_demoted(self, block: CpuBlock, block_id: int) -> Copy:
+        return Copy(
             lambda: self._lower.promote(block, block_id),
             lambda: self._lower.unlock(block),
             ("promotions", "cpu_reads"),
+            holds_gpu_block=False,
         )
 
-    def _under_way(self, key: BlockKey) -> Read | None:
+    def under_way(self, key: BlockKey) -> Read | None:
+        """The prefetch of a block, if it has begun."""
         with self._condition:
             return self._prefetching.take(key)
 
-    def _read(self, target: Target) -> Read:
+    def wait_for_prefetch(self, prefetch: Read) -> bool:
+        """False: it was given up, which is counted."""
+        if self._prefetching.wait(prefetch):
+            return True
+        self._give_up("a prefetch")
+        return False
+
+    def read(self, target: Target) -> Read:
+        """Have a block read from ssd."""
         key, block_id = target
         with self._condition:
             self._residents.hold(block_id)
@@ -204,21 +242,25 @@ class Restoring:
             lambda: self._lower.read_stored(key, block_id), lambda: self._let_go(block_id)
         )
 
-    def _ended(self, read: Read) -> bool:
-        """What became of a read from ssd."""
+    def cancel(self, read: Read) -> None:
+        """Take a read back, if it has not begun."""
+        self._threads.cancel(read)
+
+    def ended(self, read: Read) -> bool:
+        """What became of a read from ssd: waits for it."""
         if not self._threads.wait(read, self._limit_s):
             self._give_up("a read")
             return False
         if read.error is not None:
             raise read.error
         if read.found:
-            self._counters.add("promotions")
-            self._counters.add("ssd_reads")
+            self.counters.add("promotions")
+            self.counters.add("ssd_reads")
         return read.found
 
     def _give_up(self, what: str) -> None:
         _log.error("%s from ssd was given up after %g s and is a miss", what, self._limit_s)
-        self._counters.add("reads_given_up")
+        self.counters.add("reads_given_up")
 
     def _let_go(self, block_id: int) -> None:
         with self._condition:

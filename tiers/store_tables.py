@@ -17,10 +17,12 @@ from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from streamkv.errors import InputError
 from streamkv.tiers.codec import Bytes, Codecs
 from streamkv.tiers.page_advice import ReadAhead
+from streamkv.tiers.piece_runs import copy_rows, runs
 from streamkv.tiers.record import BadRecordError, EncodedRecord, PieceLayout, RecordHeader
 from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
 
@@ -139,15 +141,23 @@ class Tables:
         end = start + out.size
         wanted = range(start // piece_bytes, self.layout.num_pieces(end))
         ahead = ReadAhead(len(wanted), self.layout.piece_stride)
+        pieces = []
         for index in wanted:
             piece = txn.get(_PIECE.pack(header.sequence, index), db=self._pieces)
             if piece is None or len(piece) != piece_bytes:
                 raise BadRecordError(f"piece {index} is missing or torn")
-            first = index * piece_bytes
-            begin, stop = max(start, first), min(end, first + piece_bytes)
-            view = np.frombuffer(piece, dtype=np.uint8)
-            ahead.follow(view.ctypes.data)
-            out[begin - start : stop - start] = view[begin - first : stop - first]
+            pieces.append(np.frombuffer(piece, dtype=np.uint8))
+        addresses = [piece.__array_interface__["data"][0] for piece in pieces]
+        for address in addresses:
+            ahead.follow(address)
+        at = 0
+        for run in runs(addresses, self.layout.piece_stride):
+            # A whole run at once: by single pieces, threads would wait for the interpreter, not
+            # for memory.
+            shape, strides = (len(run), piece_bytes), (self.layout.piece_stride, 1)
+            rows = as_strided(pieces[run.start], shape, strides, writeable=False)
+            first = (wanted.start + run.start) * piece_bytes
+            at += copy_rows(rows, start + at - first, out[at:])
 
     def put(self, txn: Transaction, record: EncodedRecord) -> None:
         """Add a record as the newest; an older one of the same key is removed."""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamkv.block_keys import BlockKeys
 from streamkv.prefix import blocks_seen, keys_ahead, longest_run
 from streamkv.sequence import Jump, Sequence
 from streamkv.tiers.keys import Salting
@@ -39,6 +40,58 @@ def test_keys_ahead_are_those_that_computing_gives(
     stream = stream_of(ids, num_computed, Salting(b"s", num_shared))
     found = keys_ahead(stream)
     assert found == compute(stream, max(0, num_pending - 1))
+
+
+@given(st.integers(0, 40), st.integers(1, 60), st.integers(0, 60), st.integers(0, 12))
+def test_keys_that_were_found_are_gone_on_from(
+    num_computed: int, num_pending: int, num_more: int, num_shared: int
+) -> None:
+    ids = [7 * n % 97 for n in range(num_computed + num_pending + num_more)]
+    stream = stream_of(ids[: num_computed + num_pending], num_computed, Salting(b"s", num_shared))
+    known = keys_ahead(stream)
+    stream.append(ids[num_computed + num_pending :])
+    assert known + keys_ahead(stream, known) == keys_ahead(stream)
+    assert keys_ahead(stream, keys_ahead(stream)) == []
+
+
+@pytest.mark.parametrize("change", [None, 24, 30])
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 12), st.integers(0, 12))
+def test_blocks_whose_keys_are_known_count_like_computed_ones(
+    change: int | None, num_computed: int, num_pending: int, num_shared: int, num_fewer: int
+) -> None:
+    """Also in what comes after them: the keys, and where the window changes."""
+    ids = [7 * n % 97 for n in range(num_computed + num_pending + 30)]
+
+    def make() -> Sequence:
+        stream = stream_of(ids[: num_computed + num_pending], num_computed, salting)
+        stream.keys = BlockKeys(100)
+        if change is not None and change >= num_computed:
+            stream.change_window(change, WINDOW.with_sinks(change, change + 1))
+        return stream
+
+    salting = Salting(b"s", num_shared)
+    computed, taken = make(), make()
+    keys = keys_ahead(taken)
+    keys = keys[: max(1, len(keys) - num_fewer)]
+    if not keys:
+        return
+    first = num_computed // SIZE
+    compute(computed, (first + len(keys)) * SIZE - num_computed)
+    taken.advance_blocks(keys)
+    for stream in (computed, taken):
+        stream.append(ids[-30:])
+    assert state(taken) == state(computed)
+    for stream in (computed, taken):
+        compute(stream, stream.num_pending - 1)
+    assert state(taken) == state(computed)
+
+
+def state(stream: Sequence) -> tuple[object, ...]:
+    """All that decides how a stream goes on, but for its live blocks."""
+    assert stream.keys is not None
+    keys = [stream.keys.get(index) for index in range(len(WINDOWS) * 20)]
+    counts = stream.num_tokens, stream.num_computed, list(stream.pending), stream.open_ids
+    return counts, stream.chain_key, stream.window, stream.next_boundary, keys
 
 
 def test_the_last_pending_token_fills_no_block() -> None:

@@ -1,6 +1,7 @@
 """The tables over a real LMDB file."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from streamkv.errors import InputError
 from streamkv.tiers.codec import Bytes, Codecs
+from streamkv.tiers.piece_runs import runs
 from streamkv.tiers.record import BadRecordError, EncodedRecord, encode_record
 from streamkv.tiers.spec import BlockKey, KVSpec
 from streamkv.tiers.ssd import LmdbFile
@@ -170,3 +172,41 @@ def test_names_of_sessions_are_checked(file: LmdbFile, tables: Tables) -> None:
             file.commit(lambda txn, name=name: tables.put_manifest(txn, name, [key(1)]))
     file.commit(lambda txn: tables.put_manifest(txn, "日記" * 80, [key(1)]))
     assert file.commit(tables.manifests) == {"日記" * 80: (key(1),)}
+
+
+def test_payloads_are_read_whole_and_in_part_wherever_their_pieces_lie(
+    file: LmdbFile, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records come and go until free pages are scattered, and new pieces with them."""
+    rng = np.random.default_rng(4)
+    held: list[int] = []
+    most = 0
+
+    def counted(addresses: list[int], stride: int) -> list[range]:
+        nonlocal most
+        found = runs(addresses, stride)
+        most = max(most, len(found))
+        return found
+
+    monkeypatch.setattr("streamkv.tiers.store_tables.runs", counted)
+    for number in range(60):
+        put(file, tables, number)
+        held.append(number)
+        if len(held) > 12:
+            doomed = key(held.pop(int(rng.integers(len(held)))))
+            file.commit(partial(tables.remove, key=doomed))
+    with file.read() as txn:
+        for number in held:
+            header = tables.header(txn, key(number))
+            assert header is not None
+            payload = block(number)
+            for _ in range(8):
+                start, end = sorted(rng.integers(0, payload.size + 1, 2).tolist())
+                out = np.full(end - start, 0xEE, dtype=np.uint8)
+                if out.size:
+                    tables.read_payload(txn, header, start, out)
+                assert np.array_equal(out, payload[start:end])
+            whole = np.empty_like(payload)
+            tables.read_payload(txn, header, 0, whole)
+            assert np.array_equal(whole, payload)
+    assert most > 1, "no payload lay in several places, so this test shows nothing"
