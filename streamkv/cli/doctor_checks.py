@@ -13,7 +13,7 @@ from streamkv.model_files import DEFAULT_MODEL, DEFAULT_WHEEL, wheel_gguf
 
 OLDEST_TRANSFORMERS = (5, 17)
 NEXT_TRANSFORMERS = (6, 0)
-NEEDED = ("torch", "transformers", "numpy", "lmdb", "zstandard", "safetensors")
+NEEDED = ("torch", "transformers", "numpy", "lmdb", "zstandard", "isal", "safetensors")
 SPARE_BYTES = 1 << 30
 
 

@@ -18,6 +18,7 @@ PACKAGES = (
     "numpy",
     "lmdb",
     "zstandard",
+    "isal",
     "websockets",
     "safetensors",
 )

@@ -1,3 +1,5 @@
+import zlib
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from streamkv.tiers.record import (
     RecordHeader,
     decode_frames,
     encode_record,
+    frame_checksum,
 )
 from streamkv.tiers.spec import BlockKey, KVSpec
 
@@ -136,3 +139,11 @@ def test_a_header_of_another_key_or_layout_is_refused() -> None:
     other = KVSpec(num_layers=3, num_kv_heads=2, head_dim=32, dtype="float16")
     with pytest.raises(BadRecordError, match="another layout"):
         RecordHeader.unpack(KEY, packed, other)
+
+
+def test_a_frame_s_checksum_is_crc_32() -> None:
+    """Stores that were written with another implementation of it stay readable."""
+    key = BlockKey(bytes(range(16)))
+    for coded in (b"", b"x", bytes(range(256)) * 33):
+        seed = zlib.crc32((7).to_bytes(4, "little"), zlib.crc32(key))
+        assert frame_checksum(key, 7, coded) == zlib.crc32(coded, seed)
