@@ -14,6 +14,7 @@ LAYERS = ["kernels", "tiers", "streamkv", "ws_server"]  # each may import those 
 OWNERS = {
     "lmdb": {"tiers/ssd.py"},
     "zstandard": {"tiers/codec.py"},
+    "isal": {"tiers/record.py"},
     "transformers": {"streamkv/tokenizer.py"},
     "tokenizers": {"streamkv/tokenizer.py"},
 }

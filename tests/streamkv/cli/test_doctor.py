@@ -24,7 +24,7 @@ MACHINE = Machine(
     compiler="/usr/bin/g++",
     python="3.11.9",
     platform="Linux",
-    versions=dict.fromkeys(("torch", "numpy", "lmdb", "zstandard", "safetensors"), "1.0")
+    versions=dict.fromkeys(("torch", "numpy", "lmdb", "zstandard", "isal", "safetensors"), "1.0")
     | {"transformers": "5.24.0", "triton": None},
     disk_path="/data",
     free_disk_bytes=100 << 30,
