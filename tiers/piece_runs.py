@@ -8,7 +8,7 @@ files.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from streamkv.tiers.host_memory import Bytes
+from streamkv.tiers.codec import Bytes
 
 
 def runs(addresses: Sequence[int], stride: int) -> list[range]:

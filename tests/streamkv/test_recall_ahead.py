@@ -18,7 +18,7 @@ from fake_device import Device, DeviceTransfer, FakeFlight
 from torch import Tensor
 
 import streamkv.engine
-import streamkv.recaller
+import streamkv.recall_digester
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv.batch import Batch
 from streamkv.tiers.gpu_pool import GpuPool
@@ -66,7 +66,7 @@ def engine_over(kind: type[Device], model: Path) -> Iterator[tuple[Engine, Devic
     with (
         mock.patch.object(streamkv.engine, "make_transfer", make_transfer),
         mock.patch.object(streamkv.engine, "make_runner", lambda *_: made[0]),
-        mock.patch.object(streamkv.recaller, "block_digests", digests),
+        mock.patch.object(streamkv.recall_digester, "block_digests", digests),
     ):
         engine = Engine(str(model), CONFIG)
         if kind is Prompt:
