@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ from streamkv.self_check import (
     self_check,
 )
 from streamkv.self_check_play import GENERATED_A_PART, NUM_PARTS, texts
-from streamkv.tiers.manager import TierManager
-from streamkv.tiers.spec import BlockKey
+from streamkv.tiers.lower import LowerTiers
+from streamkv.tiers.restoring import Restore
 
 QUIET = dataclasses.replace(CONFIG, compile="off")
 
@@ -65,18 +65,18 @@ def test_the_stream_is_the_same_always() -> None:
     assert texts()[0].startswith("uied ie atna")
 
 
-def flipping(real: Callable[..., list[bool]]) -> Callable[..., list[bool]]:
-    """`TierManager.restore_many`, after which some numbers of each block have another sign."""
+def flipping(real: Callable[[Restore], list[bool]]) -> Callable[[Restore], list[bool]]:
+    """`Restore.wait`, after which some numbers of each block have another sign."""
 
-    def restore_many(self: TierManager, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
-        found = real(self, wanted)
-        for (_, block_id), is_there in zip(wanted, found, strict=True):
+    def wait(self: Restore) -> list[bool]:
+        found = real(self)
+        for target, is_there in zip(self.targets, found, strict=True):
             if is_there:
-                bytes_ = self._transfer._gpu_pool.block_bytes(block_id)
+                bytes_ = self._restoring._transfer._gpu_pool.block_bytes(target.block_id)
                 bytes_[3:4096:4] ^= 0x80
         return found
 
-    return restore_many
+    return wait
 
 
 @pytest.mark.parametrize("mode", ["window", "full"])
@@ -84,7 +84,7 @@ def flipping(real: Callable[..., list[bool]]) -> Callable[..., list[bool]]:
 def test_bytes_that_change_on_the_way_are_found(
     tiny_model_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, tier: str, mode: str
 ) -> None:
-    monkeypatch.setattr(TierManager, "restore_many", flipping(TierManager.restore_many))
+    monkeypatch.setattr(Restore, "wait", flipping(Restore.wait))
     outcome = check(tiny_model_dir, tier, mode=mode)[tier]
     assert outcome.num_blocks > 0
     assert outcome.num_different > 0
@@ -96,7 +96,8 @@ def test_bytes_that_change_on_the_way_are_found(
 def test_a_tier_that_brings_nothing_back_was_not_checked(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TierManager, "restore_many", lambda _, wanted: [False] * len(wanted))
+    monkeypatch.setattr(LowerTiers, "lock", lambda self, key: None)
+    monkeypatch.setattr(LowerTiers, "read_into", lambda self, key, out: False)
     outcome = check(tiny_model_dir, "ssd")["ssd"]
     assert outcome.num_different == 0, "computing all of it anew is right, too"
     assert outcome.num_blocks == 0
