@@ -163,14 +163,10 @@ def decode_kernel(
             exists = (slots >= oldest) & (slots < tl.max(high, 0))
             c, s = angles(cos, sin, position[:, None], angle[None, :], rotates[None, :], HALF)
             turned = own * c + other * s
-        # What no row sees may be read, but a value of NaN must not be multiplied, not even by 0.
-        if DIM == DIM_PAD:
-            key = tl.load(base + place)
-            value = tl.load(base + value_offset + place, mask=exists[:, None], other=0.0)
-        else:
-            is_element = exists[:, None] & (d < DIM)[None, :]
-            key = tl.load(base + place, mask=(d < DIM)[None, :], other=0.0)
-            value = tl.load(base + value_offset + place, mask=is_element, other=0.0)
+        # What no row sees is not fetched; a value of NaN must not be multiplied, not even by 0.
+        is_element = exists[:, None] if DIM == DIM_PAD else exists[:, None] & (d < DIM)[None, :]
+        key = tl.load(base + place, mask=is_element, other=0.0)
+        value = tl.load(base + value_offset + place, mask=is_element, other=0.0)
         if EXACT:
             scores = tl.dot(turned, tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:
