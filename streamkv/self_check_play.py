@@ -2,7 +2,8 @@
 
 Plain      in one go
 Sleeper    put to sleep and resumed between the parts
-Follower   a second session takes the blocks that the first has computed
+Follower   a second session takes the blocks that the first has computed; what both generate is
+           set right by the reference, so that one near tie does not make two streams of one
 Holder     mode `full` is left and taken up again, while a fork holds all blocks in the gpu pool
 """
 
@@ -23,10 +24,16 @@ Said = dict[int, tuple[int, float]]
 
 
 class Plain:
-    """Plays a stream in one go."""
+    """Plays a stream in one go.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: that computes it.
+        reference: what was said of it before, if it was.
+    """
+
+    def __init__(self, engine: Engine, reference: Said | None = None) -> None:
         self._engine = engine
+        self._reference = reference or {}
         self._session = engine.session(NAME, tenant=NAME)
 
     def read(self, text: str) -> Said:
@@ -53,8 +60,8 @@ class Sleeper(Plain):
 class Follower(Plain):
     """A second session reads what the first has just computed, and goes on by itself."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, reference: Said | None = None) -> None:
+        super().__init__(engine, reference)
         self._second = engine.session(f"{NAME} 2", tenant=NAME)
 
     def read(self, text: str) -> Said:
@@ -64,9 +71,22 @@ class Follower(Plain):
         return {}
 
     def go_on(self) -> Said:
-        """Both generate; the second one's answer counts."""
-        _generated(self._session)
-        return _generated(self._second)
+        """Both generate, token by token; what the second one says counts."""
+        said: Said = {}
+        for _ in range(GENERATED_A_PART):
+            self._set_right(self._session, _generated(self._session, 1))
+            found = _generated(self._second, 1)
+            self._set_right(self._second, found)
+            said |= found
+        return said
+
+    def _set_right(self, session: Session, found: Said) -> None:
+        """Have the stream go on with the token of the reference."""
+        for index, (token_id, _) in found.items():
+            wanted = self._reference.get(index, (token_id, 0.0))[0]
+            if wanted != token_id:
+                session.rewind(index)
+                session.feed([[wanted]]).run()
 
 
 class Holder(Plain):
@@ -107,9 +127,9 @@ def _scored(session: Session, text: str) -> Said:
     return {s.token_index: (s.token_id, s.logprob) for s in scores if s.logprob is not None}
 
 
-def _generated(session: Session) -> Said:
+def _generated(session: Session, num_tokens: int = GENERATED_A_PART) -> Said:
     params = SamplingParams(
-        temperature=0, max_tokens=GENERATED_A_PART, ignore_eos=True, logprobs=0, seed=SEED
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, seed=SEED
     )
     return {
         delta.token_index: (delta.logprob.token_id, delta.logprob.logprob)

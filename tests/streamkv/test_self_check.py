@@ -8,15 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from streamkv import Engine
 from streamkv.self_check import (
     CONFIG,
     FULL_TIERS,
     GROUPS,
+    Case,
     Group,
     Outcome,
+    _compare,
     self_check,
 )
-from streamkv.self_check_play import GENERATED_A_PART, NUM_PARTS, texts
+from streamkv.self_check_play import (
+    GENERATED_A_PART,
+    NUM_PARTS,
+    Follower,
+    Plain,
+    Sleeper,
+    play,
+    texts,
+)
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.restoring import Restore
 
@@ -91,6 +102,46 @@ def test_bytes_that_change_on_the_way_are_found(
     assert outcome.largest_difference > 1e-3
     assert "tokens differ" in outcome.problem
     assert list(temporary.iterdir()) == []
+
+
+def test_a_near_tie_makes_no_other_stream_of_a_follower(tiny_model_dir: Path) -> None:
+    with Engine(str(tiny_model_dir), QUIET) as engine:
+        reference = play(Plain(engine))
+    with Engine(str(tiny_model_dir), QUIET) as engine:
+        at = sorted(_first_answer(engine))[3]
+    # As if the reference had chosen another one there.
+    token_id, logprob = reference[at]
+    tied = {**reference, at: ((token_id + 1) % 200, logprob)}
+    with Engine(str(tiny_model_dir), QUIET) as engine:
+        player = Follower(engine, tied)
+        said = play(player)
+        # The stream has the reference's token, and goes on from it in another way.
+        assert said[at] == (token_id, pytest.approx(logprob, abs=1e-4))
+        assert said.keys() <= reference.keys()
+        assert said[at + 1][1] != pytest.approx(reference[at + 1][1], abs=1e-4)
+
+
+def _first_answer(engine: Engine) -> dict[int, tuple[int, float]]:
+    """What a follower says after the first part."""
+    player = Follower(engine)
+    player.read(texts()[0])
+    return player.go_on()
+
+
+def test_two_tokens_of_one_probability_are_a_tie() -> None:
+    reference = {7: (50, -1.0), 8: (51, -2.0)}
+    tie = _compare("window", "gpu", 1, {7: (49, -1.1), 8: (51, -2.0)}, reference, 0.25)
+    assert (tie.num_different, tie.num_tokens) == (0, 2)
+    assert tie.largest_difference == pytest.approx(0.1)
+    other = _compare("window", "gpu", 1, {7: (49, -1.3), 9: (51, -2.0)}, reference, 0.25)
+    assert other.num_different == 2
+    assert other.largest_difference == math.inf
+
+
+def test_only_other_cuts_in_16_bits_may_differ_by_more() -> None:
+    follower, sleeper = Case("gpu", "shared", {}, Follower), Case("cpu", "cpu_reads", {}, Sleeper)
+    assert follower.tolerance("float32") == sleeper.tolerance("float32") < 1e-3
+    assert follower.tolerance("bfloat16") > sleeper.tolerance("bfloat16") < 0.05
 
 
 def test_a_tier_that_brings_nothing_back_was_not_checked(
