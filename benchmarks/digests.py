@@ -31,7 +31,7 @@ from streamkv.config import choose_dtype
 from streamkv.device import choose_device
 from streamkv.digest_index import digest_dtype
 from streamkv.head_measuring import find_retrieval_heads
-from streamkv.kernels.digests import block_weights
+from streamkv.kernels.digests import block_weights, followed
 from streamkv.kernels.rope import RopeTables, rotate
 from streamkv.model import ModelAdapter
 from streamkv.recall_bench import modes
@@ -131,14 +131,17 @@ class Ranking:
 
     @torch.inference_mode()
     def product_weights(self, index: int, end: int) -> Tensor:
-        """By recall's own code: float32 [n] of the first candidates of a stream."""
+        """By recall's own code: float32 [n] of the first candidates of a stream.
+
+        Other streams' blocks are in no order: each counts as if it followed the one before it.
+        """
         heads, stream, spec = self._heads, self._streams[index], self._model.spec
         layers, kv_heads = torch.tensor(heads.kv_heads).unbind(1)
         # [rows, n, block_size, head_dim]
         page = self._keys[self._blocks[index][:end]][:, layers, kv_heads].transpose(0, 1)
         queries = torch.stack([stream.queries[head.layer, :, head.q_head] for head in heads.heads])
         scales = [self._model.scales[head.layer] for head in heads.heads]
-        return block_weights(
+        weights = block_weights(
             queries.to(self._device),
             [page.to(self._device, digest_dtype(spec))],
             heads.rows,
@@ -146,6 +149,7 @@ class Ranking:
             scales,
             self._num_sinks,
         )
+        return followed(weights)
 
     def product(self) -> dict[str, Found]:
         """How often recall's own code finds the needle, by candidates."""

@@ -15,7 +15,7 @@ from streamkv.chosen import Chosen
 from streamkv.device_copies import to_device
 from streamkv.digest_memory import DigestMemory, Page
 from streamkv.digest_pages import page_blocks, page_bytes, parts_of
-from streamkv.kernels.digests import block_weights
+from streamkv.kernels.digests import block_weights, followed
 from streamkv.recall_schedule import Choosing, Known
 from streamkv.tiers.spec import BlockKey, KVSpec
 
@@ -186,10 +186,12 @@ class DigestIndex:
         weights = block_weights(queries, pages, rows, *angles, scales, num_sinks, fetch)
         # Sums are rounded otherwise elsewhere: what differs by no more than that is a tie.
         steps = len(blocks) * TIE_STEPS / weights.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        ranks = weights.mul(steps).round()
         if missing:
-            places = torch.tensor([index - first_block for index in missing])
-            ranks.index_fill_(0, to_device(places, ranks.device), -1.0)
+            places = to_device(torch.tensor([i - first_block for i in missing]), weights.device)
+            ranks = followed(weights.index_fill(0, places, 0.0)).mul(steps).round()
+            ranks.index_fill_(0, places, -1.0)
+        else:
+            ranks = followed(weights).mul(steps).round()
         # On a tie the earlier block.
         order = ranks.sort(descending=True, stable=True).indices[:num_chosen]
         return Chosen(first_block, order, weights[order])

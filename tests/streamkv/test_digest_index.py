@@ -93,8 +93,14 @@ def heaviest(blocks: list[int], num_blocks: int) -> tuple[int, ...]:
     """One weight at a time, from digests as the index holds them."""
     rows = torch.stack([digest(block) for block in blocks], 1).half()
     weights = block_weights(QUERIES, [rows], ROWS, *ANGLES, SCALES).tolist()
-    ranked = sorted(zip(weights, blocks, strict=True), reverse=True)
-    return tuple(sorted(block for _, block in ranked[:num_blocks]))
+    return first_of(dict(zip(blocks, weights, strict=True)), num_blocks)
+
+
+def first_of(weights: dict[int, float], num_blocks: int) -> tuple[int, ...]:
+    """Each block by its weight, or by half of that of the block right before it."""
+    ranks = {block: max(each, weights.get(block - 1, 0.0) / 2) for block, each in weights.items()}
+    ranked = sorted(ranks, key=lambda block: (-ranks[block], block))
+    return tuple(sorted(ranked[:num_blocks]))
 
 
 def test_the_heaviest_blocks_are_chosen_in_the_order_of_the_stream() -> None:
@@ -135,8 +141,7 @@ def test_sink_tokens_are_no_reason_to_recall(num_sinks: int) -> None:
     found = index.choose(QUERIES, 0, 20, 4, ROWS, ANGLES, SCALES, num_sinks).blocks()
     rows = torch.stack([digest(block) for block in range(first, 20)], 1).half()
     weights = block_weights(QUERIES, [rows], ROWS, *ANGLES, SCALES, num_sinks % 64).tolist()
-    ranked = sorted(zip(weights, range(first, 20), strict=True), reverse=True)
-    assert found == tuple(sorted(block for _, block in ranked[:4]))
+    assert found == first_of(dict(enumerate(weights, first)), 4)
     everything = index.choose(QUERIES, 0, 20, 99, ROWS, ANGLES, SCALES, num_sinks).blocks()
     assert everything == tuple(range(first, 20))
 
@@ -156,6 +161,29 @@ def test_sink_tokens_that_draw_all_attention_do_not_have_their_block_chosen() ->
         for num_sinks in (0, 4)
     }
     assert 0 in chosen[0] and chosen[4] == alone
+
+
+def test_what_follows_a_heavy_block_is_chosen_with_it() -> None:
+    """A fact may go on behind a border, where heads that find its beginning do not look."""
+    made = DigestIndex(2, SPEC, memory())
+    query = QUERIES.mean(1, keepdim=True)
+    looked_at = torch.nn.functional.normalize(rotate(query, *ANGLES)[0], dim=-1)
+    for block in range(60):
+        keys = 0.1 * digest(block)
+        if block in (17, 41, 59):
+            keys[:, 60:] = 8 * looked_at
+        made.put(block, [key(block)], keys[:, None])
+    choosing = made.choose(query[:1], 0, 60, 5, [0], ANGLES, [1.0])
+    assert choosing.blocks() == (17, 18, 41, 42, 59)
+    # What is told of them is how much they are looked at.
+    heavy, beside = choosing.weights()[::2], choosing.weights()[1::2]
+    assert min(heavy) > 100 * max(beside)
+    # What is not there is followed by nothing.
+    made.put_missing(41)
+    chosen = made.choose(query[:1], 0, 60, 4, [0], ANGLES, [1.0]).blocks()
+    assert {17, 18, 59} <= set(chosen) and 41 not in chosen
+    others = made.choose(query[:1], 0, 60, 58, [0], ANGLES, [1.0])
+    assert 42 in others.blocks()
 
 
 def test_more_than_there_are_means_all() -> None:
