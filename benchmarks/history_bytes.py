@@ -147,11 +147,12 @@ def measure(engine: Engine, store: Path, num_tokens: int, on_gpu: bool, begin: i
     )
 
 
-def journal_bytes(num_tokens: int, stride: int, k: int) -> float:
+def journal_bytes(num_tokens: int, stride: int, k: int, window_blocks: int) -> float:
     """What the journal grows by in so many tokens, by the documented formula."""
     records = FRAME_OVERHEAD + 1 + 4 * ITEM
     choices = FRAME_OVERHEAD + 16 + 4 * k
-    checkpoints = FRAME_OVERHEAD + 8 + KEY_BYTES
+    # A name and a place for each block of the window, and of the two before it.
+    checkpoints = FRAME_OVERHEAD + 8 + KEY_BYTES + (KEY_BYTES + 8) * (window_blocks + 2)
     return num_tokens * (records / ITEM + choices / stride + checkpoints / CHECKPOINT_TOKENS)
 
 
@@ -173,7 +174,9 @@ def compare(report: Report, engine: Engine, short: Bytes, long: Bytes) -> None:
     report.add("digests_cpu_growth", long.digests_cpu - short.digests_cpu, "bytes")
     grown, expected_f = (
         long.journal - short.journal,
-        journal_bytes(64 * blocks, options.stride, options.recall_blocks),
+        journal_bytes(
+            64 * blocks, options.stride, options.recall_blocks, options.window_size // 64
+        ),
     )
     report.add("journal_growth", grown, "bytes", bound=expected_f, tolerance=0.02 * expected_f)
     pages = PieceLayout.of(spec, PAGE_BYTES).num_pages(spec.block_bytes) * PAGE_BYTES
