@@ -36,6 +36,7 @@ def test_what_is_asked_for_is_read_and_what_is_not_stays_on_disk(tmp_path: Path)
             if any(pages_in_memory(view.ctypes.data)):
                 pytest.skip("this file system keeps its files in memory")
             # From within the fourth page to within the eighth.
+            assert view[6 * mmap.PAGESIZE] == 0, "some of it is there"
             will_need(view.ctypes.data + 3 * mmap.PAGESIZE + 100, 4 * mmap.PAGESIZE)
             expected = [3 <= page < 8 for page in range(NUM_PAGES)]
             deadline_s = time.monotonic() + 60
