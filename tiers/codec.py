@@ -110,10 +110,13 @@ class ZstdCodec:
             planes.append(self._expand(coded[start : start + length], len(elements)))
             start += length
         # Whole elements at a time, several times faster than every second byte: highest byte first.
-        elements[:] = planes.pop()
+        if len(planes) == 1:
+            elements[:] = planes.pop()
+            return
+        words = planes.pop()
         while planes:
-            np.multiply(elements, 256, out=elements)
-            np.add(elements, planes.pop(), out=elements)
+            np.multiply(words, 256, out=elements, dtype=self._element)
+            words = np.add(elements, planes.pop(), out=elements)
 
     def _shrink(self, plane: bytes) -> bytes:
         coded = self._compressor().compress(plane)
