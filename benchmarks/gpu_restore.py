@@ -8,8 +8,10 @@ fed the same: from its opening until all is in the gpu pool and the device is do
 memory, in the same engine, once the first session sleeps and its blocks have left the gpu pool, in
 turns with computing as many tokens; then from a store in the page cache, in a new engine without a
 cpu pool, for both codecs, where the first session is resumed, too. The cost gate decides for itself
-at first and at last, and is told to read whatever is stored in between. Checked each time: all
-blocks have the bytes that the first session computed, and the next token the log-probabilities.
+at first and at last, and is told to read whatever is stored in between. From pinned memory there is
+a bound in seconds; from a store it is enough that reading is faster than computing, or that the
+gate, asked at last, has it computed. Checked each time: all blocks have the bytes that the first
+session computed, and the next token the log-probabilities.
 
 On a machine without a GPU only `--quick` runs: a tiny random model.
 """
@@ -66,7 +68,7 @@ def measure_pinned(parts: Parts, case: Case, model: Model) -> None:
         open_and_feed(engine, "warm", ids(2, case.num_tokens // 4 + 1), None)
         expected, keys = first_session(engine, case)
         require_places(engine, keys, "cpu")
-        restoring = Restoring(parts, case, "pinned", engine, expected)
+        restoring = Restoring(parts, case, "pinned", engine, expected, "cpu")
         by_gate = restoring.by_gate("first")
         for number in range(case.rounds):
             if number and parts.left_s <= 0:
@@ -120,7 +122,7 @@ def measure_ssd(parts: Parts, case: Case, model: Model, place: Path | None, code
         with ExitStack() as stack:
             engine = opened(stack, model, settings)
             require_places(engine, keys, "ssd")
-            restoring = Restoring(parts, case, name, engine, expected)
+            restoring = Restoring(parts, case, name, engine, expected, "ssd")
             # Before anything was computed there is nothing to compare reading with.
             restoring.by_gate("first")
             for number in range(case.rounds):
@@ -128,8 +130,10 @@ def measure_ssd(parts: Parts, case: Case, model: Model, place: Path | None, code
                     break
                 restoring.always()
                 restoring.add(len(keys) * model.block_bytes, may_replay=False)
-            # Now the gate learns how fast this engine computes.
-            open_and_feed(engine, "warm", ids(2, case.num_tokens // 4 + 1), None)
+            # Now the gate learns how fast this engine computes, by some steps after the first, and
+            # nothing is written any more when it is asked.
+            open_and_feed(engine, "warm", ids(2, case.num_tokens // 2 + 1), None)
+            engine._tiers.flush()
             by_gate = restoring.by_gate("later")
             restoring.add(len(keys) * model.block_bytes, may_replay=by_gate.num_reused == 0)
             measure_resume(parts, case, name, engine)

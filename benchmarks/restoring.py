@@ -13,6 +13,7 @@ from report import median
 from torch import Tensor
 
 from streamkv import Engine, SamplingParams, Session
+from streamkv.tiers.policy import Place
 from streamkv.tiers.spec import BLOCK_SIZE
 
 BOUND_S = 0.11
@@ -166,16 +167,24 @@ class Restoring:
         name: of the figures.
         engine: that restores.
         expected: what the session that computed the prefix says next.
+        place: tier that has the prefix.
     """
 
     def __init__(
-        self, parts: Parts, case: Case, name: str, engine: Engine, expected: Opened
+        self,
+        parts: Parts,
+        case: Case,
+        name: str,
+        engine: Engine,
+        expected: Opened,
+        place: Place,
     ) -> None:
         self._parts = parts
         self._case = case
         self._name = name
         self._engine = engine
         self._expected = expected
+        self._place: Place = place
         self._number = 0
         self._worst = 0.0
         self.found: list[Opened] = []
@@ -197,6 +206,11 @@ class Restoring:
         """The same as the cost gate decides, which is noted."""
         gate, before = self._engine.cost_gate, self._engine.counters()
         gate.always_reads = False
+        num_bytes = self._case.num_blocks * self._engine._gpu_pool.spec.block_bytes
+        expected = {
+            "read_s": gate.read_s({self._place: num_bytes}),
+            "compute_s": gate.compute_s(self._case.num_tokens),
+        }
         opened = self.once()
         after = self._engine.counters()
         decided = {name: after[name] - before[name] for name in GATE}
@@ -206,12 +220,13 @@ class Restoring:
             "tokens",
             better="higher",
             seconds=opened.seconds,
+            expected=expected,
             **decided,
         )
         self._parts.save()
         say(
             f"  {self._name}, gate {when}: {opened.num_reused} tokens reused in "
-            f"{opened.seconds:.3f} s, {decided}"
+            f"{opened.seconds:.3f} s, {decided}, having expected {expected}"
         )
         return opened
 
@@ -230,6 +245,8 @@ class Restoring:
         Args:
             num_bytes: of the prefix.
             may_replay: the cost gate computes instead, so that being slower is no fault.
+
+        From pinned memory it has a bound in seconds, too.
         """
         report, name = self._parts.report, self._name
         seconds = [opened.seconds for opened in self.found]
@@ -237,8 +254,8 @@ class Restoring:
             f"{name}_s",
             median(seconds),
             "s",
-            bound=BOUND_S,
-            peers=PEERS,
+            bound=BOUND_S if self._place == "cpu" else None,
+            peers=PEERS if self._place == "cpu" else None,
             rounds=[round(each, 4) for each in seconds],
             bytes_per_s=num_bytes / median(seconds),
             next_token_s=median([opened.first_token_s for opened in self.found]),

@@ -14,7 +14,8 @@ ASSUMED_BYTES_PER_S: Mapping[Place, float] = {"gpu": 10e9, "cpu": 5e9, "ssd": 1e
 """Speed of a tier of which nothing was read yet: below what was measured on any machine so far."""
 
 ASSUMED_S = 0.01
-"""Seconds of reading that an assumption counts as."""
+"""Seconds of reading that an assumption counts as, and after which it counts half: bytes that were
+only assumed would otherwise hide for long how slow a tier of small blocks is."""
 
 MEMORY_S = 2.0
 """Seconds of work after which what was measured before counts half."""
@@ -27,17 +28,21 @@ class Speed:
     """Amount per second, of late.
 
     Args:
-        amount, seconds: what to begin with.
+        assumed_per_s: what to begin with; `None` for nothing.
     """
 
-    def __init__(self, amount: float = 0.0, seconds: float = 0.0) -> None:
-        self._amount = amount
-        self._seconds = seconds
+    def __init__(self, assumed_per_s: float | None = None) -> None:
+        self._amount = self._seconds = 0.0
+        self._assumed_per_s = assumed_per_s or 0.0
+        self._assumed_s = ASSUMED_S if assumed_per_s else 0.0
 
     @property
     def per_s(self) -> float | None:
-        """`None` if nothing was measured."""
-        return self._amount / self._seconds if self._seconds > 0 else None
+        """`None` if nothing was measured or assumed."""
+        seconds = self._seconds + self._assumed_s
+        if seconds <= 0:
+            return None
+        return (self._amount + self._assumed_per_s * self._assumed_s) / seconds
 
     def add(self, amount: float, seconds: float) -> None:
         """Count work that took so long; work that took no time at all tells nothing."""
@@ -46,6 +51,7 @@ class Speed:
         kept = 0.5 ** (seconds / MEMORY_S)
         self._amount = self._amount * kept + amount
         self._seconds = self._seconds * kept + seconds
+        self._assumed_s *= 0.5 ** (seconds / ASSUMED_S)
 
 
 class CostGate:
@@ -57,10 +63,7 @@ class CostGate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reading = {
-            place: Speed(speed * ASSUMED_S, ASSUMED_S)
-            for place, speed in ASSUMED_BYTES_PER_S.items()
-        }
+        self._reading = {place: Speed(speed) for place, speed in ASSUMED_BYTES_PER_S.items()}
         self._computing = Speed()
         self.always_reads = False
         self._refusals = 0

@@ -2,7 +2,9 @@
 
 Only steps of a whole block or more are timed: short ones say little about the speed at which a
 prefix is computed, and a decode step has no time to spare. A step is counted from its launch, or
-from the end of the one before it, to its end.
+from the end of the one before it, to its end. The first of them is not counted: it also makes
+buffers and handles and loads kernels, which no later one does, and an engine that has computed
+little would take itself for slow, and read what it computes sooner.
 """
 
 import time
@@ -28,7 +30,7 @@ class MeteredRunner:
     def __init__(self, runner: StepRunner, gate: CostGate) -> None:
         self._runner = runner
         self._gate = gate
-        self._ended_s = 0.0
+        self._ended_s: float | None = None
 
     @property
     def max_sequences(self) -> int:
@@ -57,7 +59,8 @@ class MeteredRunner:
     def ended(self, num_tokens: int, launched_s: float) -> None:
         """A timed step has ended."""
         now = time.monotonic()
-        self._gate.note_computed(num_tokens, now - max(launched_s, self._ended_s))
+        if self._ended_s is not None:
+            self._gate.note_computed(num_tokens, now - max(launched_s, self._ended_s))
         self._ended_s = now
 
 

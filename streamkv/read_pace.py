@@ -1,8 +1,8 @@
 """How long reading took that is done a piece at a time, between the steps of others.
 
-What is under way goes on while others take their steps, unseen: then its time is not known, and
-nothing is told, because a guess either way would mislead whoever compares speeds. No I/O but a
-clock.
+What is under way goes on while others take their steps, unseen: if they took most of the time, it
+is not known how long reading takes, because a guess either way would mislead whoever compares
+speeds. No I/O but a clock.
 """
 
 import time
@@ -20,13 +20,14 @@ class ReadPace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun_s: float | None = None
+        self._lap_s = 0.0
         self._entered_s = 0.0
         self._spent_s = 0.0
 
     def __enter__(self) -> None:
         self._entered_s = self._clock()
         if self._begun_s is None:
-            self._begun_s = self._entered_s
+            self._begun_s = self._lap_s = self._entered_s
 
     def __exit__(
         self,
@@ -36,15 +37,17 @@ class ReadPace:
     ) -> None:
         self._spent_s += self._clock() - self._entered_s
 
-    def lap_s(self) -> float | None:
-        """Seconds since the lap before; `None` if most of it was spent by others.
+    def lap_s(self) -> float:
+        """Seconds since the lap before, or since it was first entered; all laps are the whole."""
+        begun_s, self._lap_s = self._lap_s, self._clock()
+        return self._lap_s - begun_s
 
-        Only between entering and leaving.
+    def is_known(self) -> bool:
+        """Whether others spent no more of the time up to now than the reader himself.
+
+        Only between entering and leaving. Of the whole, because a single lap may be short when
+        what was under way has ended together.
         """
         assert self._begun_s is not None
         now_s = self._clock()
-        elapsed_s = now_s - self._begun_s
-        spent_s = self._spent_s + now_s - self._entered_s
-        self._begun_s = self._entered_s = now_s
-        self._spent_s = 0.0
-        return elapsed_s if 2 * spent_s >= elapsed_s else None
+        return 2 * (self._spent_s + now_s - self._entered_s) >= now_s - self._begun_s

@@ -274,8 +274,8 @@ class Recovery:
             for _, block_id in pairs:
                 self._tiers.free(block_id)
             return False
-        places = {self._tiers.where(key) for key in keys}
         begun_s = time.monotonic()
+        places = {self._tiers.where(key) for key in keys}
         restored = self._tiers.restore_many(pairs)
         self._note_read(places, sum(restored), time.monotonic() - begun_s)
         for (key, block_id), is_there in zip(pairs, restored, strict=True):

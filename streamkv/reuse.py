@@ -8,7 +8,8 @@ the device's copies would stand still between two steps. No torch, no journal.
 """
 
 import threading
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -89,7 +90,9 @@ class PrefixReuse:
         """
         run = Run(self._sequence, self._num_blocks - len(self._sequence.table))
         while keys := keys_ahead(self._sequence, run.keys):
+            begun_s = time.monotonic()
             run.extend(keys, self._tiers.where)
+            run.looked_s += time.monotonic() - begun_s
             if not run.reaches_end or not accept_more():
                 break
         if not run.wanted:
@@ -145,10 +148,9 @@ class PrefixReuse:
         for block_id in batch.block_ids.values():
             self._tiers.free(block_id)
 
-    def note_read(self, place: Place, num_blocks: int, seconds: float | None) -> None:
-        """Tell the gate how long blocks took, if that is known."""
-        if seconds is not None:
-            self._gate.note_read(place, num_blocks * self._block_bytes, seconds)
+    def note_read(self, place: Place, num_blocks: int, seconds: float) -> None:
+        """Tell the gate how long blocks took."""
+        self._gate.note_read(place, num_blocks * self._block_bytes, seconds)
 
     def give_back(self, held: dict[int, int]) -> None:
         """Give blocks back that were read and are not used."""
@@ -188,6 +190,11 @@ class Taking:
         self._held: dict[int, int] = {}
         self._under_way: deque[_Batch] = deque()
         self._pace = ReadPace()
+        self._came: _Batch | None = None
+        self._num_read: Counter[Place] = Counter()
+        self._seconds: defaultdict[Place, float] = defaultdict(float)
+        if run.wanted:
+            self._seconds[run.place(run.wanted[0])] = run.looked_s
         # A caller who is interrupted again and again leaves while a step is still being taken.
         self._lock = threading.Lock()
         self._is_left = False
@@ -200,7 +207,11 @@ class Taking:
             run could not be had.
         """
         with self._lock, self._pace:
-            return 0 if self._is_left else self._step()
+            if self._is_left:
+                return 0
+            taken = self._step()
+            self._time(is_over=taken is not None)
+            return taken
 
     def _step(self) -> int | None:
         run = self._run
@@ -236,11 +247,24 @@ class Taking:
         lost = self._reuse.end(batch)
         self._under_way.popleft()
         self._held |= batch.block_ids
-        self._reuse.note_read(batch.place, len(batch.block_ids), self._pace.lap_s())
+        self._came = batch
         for index in lost:
             self._run.lose(index)
         if lost:
             self._give_back_unwanted()
+
+    def _time(self, *, is_over: bool) -> None:
+        """Note how long the blocks took that came in this step; at last, tell it.
+
+        All of them together took what the caller waited, from looking until they were adopted.
+        """
+        if (batch := self._came) is not None:
+            self._num_read[batch.place] += len(batch.block_ids)
+            self._seconds[batch.place] += self._pace.lap_s()
+            self._came = None
+        if is_over and self._pace.is_known():
+            for place, num_blocks in self._num_read.items():
+                self._reuse.note_read(place, num_blocks, self._seconds[place])
 
     def _give_back_unwanted(self) -> None:
         """Give back what a shorter run does not need."""

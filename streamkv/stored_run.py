@@ -25,6 +25,7 @@ class Run:
         end: index of the block after those that are reused.
         wanted: index of each block to be read, ascending.
         keys: of the blocks to come that were looked for.
+        looked_s: seconds that it took to look where they are, as far as whoever looks tells.
     """
 
     def __init__(self, stream: Stream, room: int) -> None:
@@ -34,6 +35,7 @@ class Run:
         self.keys: list[BlockKey] = []
         self.first = self.end = stream.num_computed // stream.block_size
         self.wanted: list[int] = []
+        self.looked_s = 0.0
 
     @property
     def num_tokens(self) -> int:

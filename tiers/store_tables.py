@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from streamkv.errors import InputError
 from streamkv.tiers.codec import Bytes, Codecs
-from streamkv.tiers.page_advice import ReadAhead
+from streamkv.tiers.page_advice import will_need
 from streamkv.tiers.piece_runs import copy_rows, runs
 from streamkv.tiers.record import BadRecordError, EncodedRecord, PieceLayout, RecordHeader
 from streamkv.tiers.spec import DTYPE_BYTES, BlockKey, KVSpec
@@ -131,33 +131,49 @@ class Tables:
         packed = txn.get(key, db=self._records)
         return None if packed is None else RecordHeader.unpack(key, bytes(packed), self.spec)
 
-    def read_payload(self, txn: Transaction, header: RecordHeader, start: int, out: Bytes) -> None:
+    def read_payload(
+        self,
+        txn: Transaction,
+        header: RecordHeader,
+        start: int,
+        out: Bytes,
+        *,
+        by_ends: bool = False,
+    ) -> None:
         """Copy payload bytes `[start, start + out.size)` into `out` (uint8, contiguous).
 
+        Args:
+            by_ends: look few pieces up and guess where those between them lie: what is copied may
+                be something else.
+
         Raises:
-            BadRecordError: a piece is missing or short.
+            BadRecordError: a piece that was looked up is missing or short.
         """
         piece_bytes = self.layout.piece_bytes
         end = start + out.size
         wanted = range(start // piece_bytes, self.layout.num_pieces(end))
-        ahead = ReadAhead(len(wanted), self.layout.piece_stride)
-        pieces = []
-        for index in wanted:
+        pieces: dict[int, Bytes] = {}
+
+        def address_of(index: int) -> int:
             piece = txn.get(_PIECE.pack(header.sequence, index), db=self._pieces)
             if piece is None or len(piece) != piece_bytes:
                 raise BadRecordError(f"piece {index} is missing or torn")
-            pieces.append(np.frombuffer(piece, dtype=np.uint8))
-        addresses = [piece.__array_interface__["data"][0] for piece in pieces]
-        for address in addresses:
-            ahead.follow(address)
+            pieces[index] = row = np.frombuffer(piece, dtype=np.uint8)
+            address: int = row.__array_interface__["data"][0]
+            return address
+
+        stride = self.layout.piece_stride
+        found = runs(wanted, address_of, stride, by_ends=by_ends)
+        for run, address in found.items():
+            # Both its ends were looked up, whereby LMDB touched every page of them.
+            will_need(address + stride, (len(run) - 2) * stride)
         at = 0
-        for run in runs(addresses, self.layout.piece_stride):
+        for run in found:
             # A whole run at once: by single pieces, threads would wait for the interpreter, not
             # for memory.
-            shape, strides = (len(run), piece_bytes), (self.layout.piece_stride, 1)
+            shape, strides = (len(run), piece_bytes), (stride, 1)
             rows = as_strided(pieces[run.start], shape, strides, writeable=False)
-            first = (wanted.start + run.start) * piece_bytes
-            at += copy_rows(rows, start + at - first, out[at:])
+            at += copy_rows(rows, start + at - run.start * piece_bytes, out[at:])
 
     def put(self, txn: Transaction, record: EncodedRecord) -> None:
         """Add a record as the newest; an older one of the same key is removed."""

@@ -55,6 +55,18 @@ def test_speeds_are_assumed_until_something_was_read() -> None:
     assert gate.read_s({"ssd": 100_000_000}) == pytest.approx(1.0, rel=0.1)
 
 
+def test_an_assumption_does_not_hide_that_few_bytes_took_long() -> None:
+    gate = CostGate()
+    gate.note_read("ssd", 100_000, 1.0)
+    assert gate.read_s({"ssd": 100_000}) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_moment_does_not_count_more_than_what_is_assumed() -> None:
+    gate = CostGate()
+    gate.note_read("ssd", 1000, 0.001)
+    assert gate.read_s({"ssd": 1_000_000_000}) == pytest.approx(1.0, rel=0.2)
+
+
 def test_what_was_measured_last_counts_most() -> None:
     speed = Speed()
     speed.add(1000, 2.0)

@@ -74,9 +74,27 @@ def batch_of(num_tokens: int) -> Batch:
     return Batch((SequenceStep(sequence, num_tokens),))
 
 
-def test_a_step_counts_from_its_launch_to_its_end(clock: Clock) -> None:
+def test_the_first_step_of_all_is_not_counted(clock: Clock) -> None:
     gate = CostGate()
     runner = MeteredRunner(SlowRunner(clock), gate)
+    clock.now_s += 50.0
+    runner.launch(batch_of(500)).results()
+    assert gate.compute_s(500) is None
+    runner.launch(batch_of(500)).results()
+    assert gate.compute_s(500) == pytest.approx(1.0)
+
+
+def warm_runner(clock: Clock, gate: CostGate) -> MeteredRunner:
+    """One that has run a step."""
+    runner = MeteredRunner(SlowRunner(clock), gate)
+    runner.launch(batch_of(500)).results()
+    return runner
+
+
+def test_a_step_counts_from_its_launch_to_its_end(clock: Clock) -> None:
+    gate = CostGate()
+    runner = warm_runner(clock, gate)
+    clock.now_s += 5.0
     flight = runner.launch(batch_of(500))
     assert not flight.done() and list(flight.sources) == [None]
     assert gate.compute_s(500) is None
@@ -86,7 +104,7 @@ def test_a_step_counts_from_its_launch_to_its_end(clock: Clock) -> None:
 
 def test_steps_in_a_row_do_not_count_the_time_of_those_before(clock: Clock) -> None:
     gate = CostGate()
-    runner = MeteredRunner(SlowRunner(clock), gate)
+    runner = warm_runner(clock, gate)
     flights = [runner.launch(batch_of(500)) for _ in range(4)]
     for flight in flights:
         flight.results()
@@ -95,7 +113,7 @@ def test_steps_in_a_row_do_not_count_the_time_of_those_before(clock: Clock) -> N
 
 def test_short_steps_are_not_timed(clock: Clock) -> None:
     gate = CostGate()
-    runner = MeteredRunner(SlowRunner(clock), gate)
+    runner = warm_runner(clock, gate)
     flight = runner.launch(batch_of(63))
     assert isinstance(flight, SlowFlight)
     flight.results()

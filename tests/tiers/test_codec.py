@@ -67,6 +67,29 @@ def test_planes_beat_plain_zstd_on_values_like_kv() -> None:
     assert len(coded) < 0.9 * len(plain)
 
 
+def planes_of(frame: Bytes, element_bytes: int) -> list[bytes]:
+    """The first bytes of all elements, then the second ones, and so on."""
+    return [frame[place::element_bytes].tobytes() for place in range(element_bytes)]
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("level", [1, 3])
+def test_planes_that_zstd_coded_otherwise_are_read(element_bytes: int, level: int) -> None:
+    """As stores of earlier versions have them."""
+    frame, compressor = kv_like(6, element_bytes), zstandard.ZstdCompressor(level=level)
+    coded = [compressor.compress(plane) for plane in planes_of(frame, element_bytes)]
+    packed = struct.pack(f"<{element_bytes}I", *map(len, coded)) + b"".join(coded)
+    out = np.full(frame.size, 0xEE, dtype=np.uint8)
+    Codecs(element_bytes).named("zstd").decode(np.frombuffer(packed, dtype=np.uint8), out)
+    assert np.array_equal(out, frame)
+
+
+def test_looking_for_few_matches_makes_values_like_kv_smaller() -> None:
+    frame, compressor = kv_like(8, 2), zstandard.ZstdCompressor(level=1)
+    by_level = sum(len(compressor.compress(plane)) for plane in planes_of(frame, 2))
+    assert len(Codecs(2).named("zstd").encode(frame)) < by_level
+
+
 @pytest.mark.parametrize("name", ["raw", "zstd"])
 def test_what_cannot_shrink_does_not_grow(name: str) -> None:
     assert len(Codecs(2).named(name).encode(noise(4))) == FRAME_BYTES

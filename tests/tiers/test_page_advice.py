@@ -1,52 +1,51 @@
-"""What is asked of the kernel ahead: all of what lies in a row, little of what does not."""
+"""What is asked of the kernel ahead is read, and nothing else happens."""
 
+import ctypes
 import mmap
+import os
+import time
+from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+import numpy as np
+import pytest
 
-from streamkv.tiers.page_advice import ReadAhead
+from streamkv.tiers.page_advice import will_need
 
-STEP = 10
-
-
-def asked(places: list[int]) -> list[int]:
-    """Places of pieces that are asked for while those at `places` are read in order."""
-    found: list[int] = []
-
-    def ask(address: int, num_bytes: int) -> None:
-        assert address % STEP == 0 and num_bytes % STEP == 0 and num_bytes > 0
-        found.extend(range(address // STEP, (address + num_bytes) // STEP))
-
-    ahead = ReadAhead(len(places), STEP, ask)
-    for place in places:
-        ahead.follow(place * STEP)
-    return found
+NUM_PAGES = 64
 
 
-def test_pieces_in_a_row_are_asked_for_once_and_nothing_beyond() -> None:
-    for num_pieces in range(1, 200):
-        assert asked(list(range(7, 7 + num_pieces))) == list(range(8, 7 + num_pieces))
+def pages_in_memory(address: int) -> list[bool]:
+    """Which pages of a mapped file are in the page cache."""
+    seen = np.zeros(NUM_PAGES, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    num_bytes = ctypes.c_size_t(NUM_PAGES * mmap.PAGESIZE)
+    assert libc.mincore(ctypes.c_void_p(address), num_bytes, ctypes.c_void_p(seen.ctypes.data)) == 0
+    return [bool(page & 1) for page in seen]
 
 
-def test_they_are_asked_for_in_few_requests_and_well_ahead() -> None:
-    requests: list[tuple[int, int]] = []
-    ahead = ReadAhead(128, STEP, lambda *request: requests.append(request))
-    ahead.follow(0)
-    assert requests == [(STEP, 4 * STEP)]
-    for place in range(1, 64):
-        ahead.follow(place * STEP)
-    assert sum(num_bytes for _, num_bytes in requests) == 127 * STEP
-    assert len(requests) <= 12
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="the kernel cannot be asked")
+def test_what_is_asked_for_is_read_and_what_is_not_stays_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NUM_PAGES * mmap.PAGESIZE))
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+            memory.madvise(mmap.MADV_RANDOM)
+            view = np.frombuffer(memory, np.uint8)
+            if any(pages_in_memory(view.ctypes.data)):
+                pytest.skip("this file system keeps its files in memory")
+            # From within the fourth page to within the eighth.
+            assert view[6 * mmap.PAGESIZE] == 0, "some of it is there"
+            will_need(view.ctypes.data + 3 * mmap.PAGESIZE + 100, 4 * mmap.PAGESIZE)
+            expected = [3 <= page < 8 for page in range(NUM_PAGES)]
+            deadline_s = time.monotonic() + 60
+            while pages_in_memory(view.ctypes.data) != expected:
+                assert time.monotonic() < deadline_s, pages_in_memory(view.ctypes.data)
+                time.sleep(0.01)
+            del view
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=30))
-def test_a_scattered_record_costs_at_most_twice_what_it_holds(runs: list[int]) -> None:
-    places = [1000 * at + offset for at, length in enumerate(runs) for offset in range(length)]
-    found = asked(places)
-    assert len(found) == len(set(found))
-    assert len(set(found) - set(places)) <= len(places) + 4
-
-
-def test_memory_that_is_not_there_is_no_error() -> None:
-    ReadAhead(4, mmap.PAGESIZE).follow(mmap.PAGESIZE)
+@pytest.mark.parametrize("num_bytes", [-mmap.PAGESIZE, 0, 4 * mmap.PAGESIZE])
+def test_memory_that_is_not_there_is_no_error(num_bytes: int) -> None:
+    will_need(mmap.PAGESIZE, num_bytes)

@@ -1,6 +1,7 @@
 """Pieces wherever they lie, against copying them one by one."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
@@ -8,22 +9,73 @@ from numpy.lib.stride_tricks import as_strided
 from streamkv.tiers.piece_runs import copy_rows, runs
 
 
-@given(st.lists(st.booleans(), max_size=12), st.integers(1, 9))
-def test_runs_end_where_the_next_piece_lies_elsewhere(follows: list[bool], stride: int) -> None:
+class Places:
+    """Where pieces lie, by index, and which were looked up.
+
+    Args:
+        addresses: of the pieces.
+        first: index of the first.
+    """
+
+    def __init__(self, addresses: list[int], first: int = 0) -> None:
+        self._addresses = addresses
+        self.wanted = range(first, first + len(addresses))
+        self.looked_up: list[int] = []
+
+    def address_of(self, index: int) -> int:
+        self.looked_up.append(index)
+        return self._addresses[index - self.wanted.start]
+
+
+def placed(follows: list[bool], stride: int) -> list[int]:
+    """Addresses of pieces that lie behind the one before them, or further on."""
     addresses = [1000]
     for is_next in follows:
         addresses.append(addresses[-1] + (stride if is_next else stride + 1))
-    found = runs(addresses, stride)
-    assert [index for run in found for index in run] == list(range(len(addresses)))
-    assert [run.start for run in found] == [
-        0,
-        *(at for at, is_next in enumerate(follows, 1) if not is_next),
-    ]
+    return addresses
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 9), st.integers(0, 3), st.booleans())
+def test_runs_end_where_the_next_piece_lies_elsewhere(
+    follows: list[bool], stride: int, first: int, by_ends: bool
+) -> None:
+    addresses = placed(follows, stride)
+    places = Places(addresses, first)
+    found = runs(places.wanted, places.address_of, stride, by_ends=by_ends)
+    assert [index for run in found for index in run] == list(places.wanted)
+    starts = [0, *(at for at, is_next in enumerate(follows, 1) if not is_next)]
+    assert [run.start - first for run in found] == starts
+    assert list(found.values()) == [addresses[at] for at in starts]
+    assert len(places.looked_up) == len(set(places.looked_up)), "none is looked up twice"
+    if not by_ends:
+        assert sorted(places.looked_up) == list(places.wanted)
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=24))
+def test_all_looked_up_no_place_is_mistaken(addresses: list[int]) -> None:
+    places = Places(addresses)
+    found = runs(places.wanted, places.address_of, 1)
+    assert {at: begin + at - run.start for run, begin in found.items() for at in run} == dict(
+        enumerate(addresses)
+    )
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 129])
+def test_by_ends_one_run_takes_two_look_ups_and_two_runs_few(num_pieces: int) -> None:
+    places = Places(placed([True] * (num_pieces - 1), 10))
+    assert list(runs(places.wanted, places.address_of, 10, by_ends=True)) == [range(num_pieces)]
+    assert len(places.looked_up) == min(num_pieces, 2)
+    for broken in range(num_pieces - 1):
+        places = Places(placed([at != broken for at in range(num_pieces - 1)], 10))
+        assert len(runs(places.wanted, places.address_of, 10, by_ends=True)) == 2
+        assert len(places.looked_up) <= 2 + num_pieces.bit_length()
 
 
 def test_pieces_that_lie_backwards_are_no_run() -> None:
-    assert runs([40, 30, 20, 20, 30], 10) == [range(1), range(1, 2), range(2, 3), range(3, 5)]
-    assert runs([7], 10) == [range(1)]
+    places = Places([40, 30, 20, 20, 30])
+    expected = {range(1): 40, range(1, 2): 30, range(2, 3): 20, range(3, 5): 20}
+    assert runs(places.wanted, places.address_of, 10) == expected
+    assert runs(places.wanted, places.address_of, 10, by_ends=True) == expected
 
 
 @settings(deadline=None)
