@@ -1,0 +1,83 @@
+"""Scores of digests: how much each query would look at each block, as a log-sum-exp.
+
+A program takes the keys of one block and one KV head, wherever a GPU can address them, and scores
+all query heads that read them, so that every key is read once. What it computes for a block depends
+on nothing but that block's keys and the queries.
+"""
+
+import triton
+import triton.language as tl
+
+from streamkv.kernels.triton_rotate import angles, partners
+
+
+@triton.jit
+def log_sum_exp(scores, counts):
+    """Of those elements of each row that count; at least one does."""
+    scores = tl.where(counts, scores, -float("inf"))
+    best = tl.max(scores, 1)
+    return best + tl.log(tl.sum(tl.exp(scores - best[:, None]), 1))
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_entries", "num_sinks"])
+def digest_scores_kernel(
+    queries,
+    cos,
+    sin,
+    pieces,
+    scores,
+    head_stride,
+    query_stride,
+    num_queries,
+    num_entries,
+    num_sinks,
+    HEADS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SCALES: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
+):
+    """`scores` float32 [HEADS, num_queries, num_entries]: an entry a block, then the sink tokens.
+
+    Of block `program_id(0)` of the piece `pieces[program_id(1)]`: int64 [4], the address of its
+    first key, the place of its KV head, the stream's block it begins with, and its blocks. Head
+    `HEADS[i]` of the queries reads the KV head whose place is `PLACES[i]`.
+    """
+    at, piece = tl.program_id(0), pieces + tl.program_id(1) * 4
+    if at < tl.load(piece + 3):
+        place, block = tl.load(piece + 1), tl.load(piece + 2) + at
+        base = tl.multiple_of(tl.load(piece).to(tl.pointer_type(KEYS)), 16)
+        base += at.to(tl.int64) * (BLOCK * DIM)
+        slots, d, query = tl.arange(0, BLOCK_PAD), tl.arange(0, DIM_PAD), tl.arange(0, QUERIES)
+        # [BLOCK_PAD, DIM_PAD]
+        is_key = (slots < BLOCK)[:, None] & (d < DIM)[None, :]
+        keys = tl.load(base + slots[:, None] * DIM + d[None, :], mask=is_key, other=0.0)
+        keys = tl.trans(keys.to(tl.float32))
+        partner, sign, angle = partners(d, HALF)
+        c, s = angles(cos, sin, 0, angle, d < 2 * HALF, HALF)
+        s = s * sign
+        is_row = query < num_queries
+        is_element = is_row[:, None] & (d < DIM)[None, :]
+        # Sink tokens are the first of the first block.
+        end_sinks = tl.where(block == 0, num_sinks, 0)
+        counts = ((slots >= end_sinks) & (slots < BLOCK))[None, :]
+        are_sinks = (slots < end_sinks)[None, :]
+        for i in tl.static_range(len(HEADS)):
+            if place == PLACES[i]:
+                # [QUERIES, DIM_PAD]
+                row = queries + HEADS[i] * head_stride + query[:, None] * query_stride
+                own = tl.load(row + d[None, :], mask=is_element, other=0.0).to(tl.float32)
+                other = tl.load(row + partner[None, :], mask=is_element, other=0.0)
+                turned = (own * c[None, :] + other.to(tl.float32) * s[None, :]) * SCALES[i]
+                # Three products on tensor cores: queries in 22 bits, keys of 16 bits exactly.
+                found = tl.dot(turned, keys, input_precision="tf32x3")
+                out = scores + (i * num_queries + query).to(tl.int64) * num_entries
+                tl.store(out + block, log_sum_exp(found, counts), mask=is_row)
+                if end_sinks > 0:
+                    sums = log_sum_exp(found, are_sinks)
+                    tl.store(out + num_entries - 1, sums, mask=is_row)
