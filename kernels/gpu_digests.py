@@ -20,15 +20,11 @@ from streamkv.kernels.triton_digests import digest_scores_kernel
 MAX_HEADS = 32
 """Query heads: the kernel has code of its own for each."""
 
-MAX_QUERIES = 64
+MAX_QUERIES = 32
 MAX_KEYS = 64 * MAX_HEAD_DIM
-"""Elements of a block's keys of one KV head: they are in shared memory in 32 bits."""
+"""Elements of a block's keys of one KV head, which a program holds in 32 bits."""
 
-_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 Piece = tuple[int, int, int, int]
 """Keys of one KV head side by side: address, place of the head, first block, blocks."""
@@ -173,7 +169,8 @@ def _score(
         HALF=cos.shape[0],
         BLOCK=block_size,
         BLOCK_PAD=_padded(block_size),
-        num_warps=4,
+        # As many as the keys have room in, in registers.
+        num_warps=max(4, _padded(block_size) * _padded(head_dim) // 1024),
     )
 
 

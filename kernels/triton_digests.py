@@ -19,6 +19,18 @@ def log_sum_exp(scores, counts):
     return best + tl.log(tl.sum(tl.exp(scores - best[:, None]), 1))
 
 
+@triton.jit
+def dot_exact_keys(queries, keys):
+    """queries @ keys on tensor cores, which take 11 bits of a number: all that 16-bit keys have.
+
+    Of the queries they are given the upper 11 bits, and then what is left.
+    """
+    bits = queries.to(tl.int32, bitcast=True) & -8192
+    upper = bits.to(tl.float32, bitcast=True)
+    rest = tl.dot(queries - upper, keys, input_precision="tf32")
+    return tl.dot(upper, keys, rest, input_precision="tf32")
+
+
 @triton.jit(do_not_specialize=["num_queries", "num_entries", "num_sinks"])
 def digest_scores_kernel(
     queries,
@@ -74,8 +86,7 @@ def digest_scores_kernel(
                 own = tl.load(row + d[None, :], mask=is_element, other=0.0).to(tl.float32)
                 other = tl.load(row + partner[None, :], mask=is_element, other=0.0)
                 turned = (own * c[None, :] + other.to(tl.float32) * s[None, :]) * SCALES[i]
-                # Three products on tensor cores: queries in 22 bits, keys of 16 bits exactly.
-                found = tl.dot(turned, keys, input_precision="tf32x3")
+                found = dot_exact_keys(turned, keys)
                 out = scores + (i * num_queries + query).to(tl.int64) * num_entries
                 tl.store(out + block, log_sum_exp(found, counts), mask=is_row)
                 if end_sinks > 0:
