@@ -192,7 +192,7 @@ class DigestIndex:
             ranks.index_fill_(0, to_device(places, ranks.device), -1.0)
         # On a tie the earlier block.
         order = ranks.sort(descending=True, stable=True).indices[:num_chosen]
-        return Chosen(first_block, order, weights[order])
+        return Chosen(first_block, order, weights[order], pages)
 
     def _cut(self, first_block: int, end_block: int) -> Iterator[Tensor]:
         """Digests of these blocks, in pieces [rows, blocks, block_size, head_dim]."""
