@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -26,15 +25,14 @@ MAX_KEYS = 64 * MAX_HEAD_DIM
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-Piece = tuple[int, int, int, int]
-"""Keys of one KV head side by side: address, place of the head, first block, blocks."""
+_Place = tuple[int, int, int, int]
+"""Where a page lies: its address, elements from row to row, first block, blocks."""
 
 
 def fits(queries: Tensor, pages: Sequence[Tensor]) -> bool:
     """Whether the kernel is made for these sizes and types."""
-    num_heads, num_queries, _ = queries.shape
-    _, _, block_size, head_dim = pages[0].shape
-    dtype = pages[0].dtype
+    num_heads, num_queries, head_dim = queries.shape
+    block_size, dtype = pages[0].shape[2], pages[0].dtype
     return (
         dtype in _TYPES
         and num_heads <= MAX_HEADS
@@ -70,23 +68,24 @@ def block_weights(
     """
     require("queries", list(queries.shape), fits(queries, pages), "Use `digests.block_weights`.")
     num_heads, num_queries, head_dim = queries.shape
-    same = all(page.dtype == pages[0].dtype and page.shape[3] == head_dim for page in pages)
-    require("pages", [list(page.shape) for page in pages], same, f"Their head_dim is {head_dim}.")
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     num_blocks = sum(page.shape[1] for page in pages)
     assert len(rows) == len(scales) == num_heads and num_sinks < pages[0].shape[2]
+    assert all(page.shape[3] == head_dim for page in pages)
     num_entries = num_blocks + (num_sinks > 0)
     weights: Tensor | None = None
     for heads in _groups(rows, 4 * num_queries * num_entries):
         scores = torch.empty(len(heads), num_queries, num_entries, device=queries.device)
-        own_rows = list(dict.fromkeys(rows[head] for head in heads))
+        own_rows = tuple(dict.fromkeys(rows[head] for head in heads))
         constants = {
             "HEADS": tuple(heads),
             "PLACES": tuple(own_rows.index(rows[head]) for head in heads),
             "SCALES": tuple(float(scales[head]) for head in heads),
+            "KEYS": _TYPES[pages[0].dtype],
+            "BLOCK": pages[0].shape[2],
         }
-        for pieces in _pieces(pages, own_rows, queries.device, fetch):
-            _score(queries, pages[0], pieces, cos, sin, scores, num_sinks, constants)
+        for places, numbers in _places(pages, own_rows, queries.device, fetch):
+            _score(queries, places, cos, sin, scores, num_sinks, constants | {"ROWS": numbers})
         found = scores.softmax(2)[:, :, :num_blocks].sum((0, 1))
         weights = found if weights is None else weights + found
     assert weights is not None
@@ -105,54 +104,60 @@ def _groups(rows: Sequence[int], head_bytes: int) -> Iterator[list[int]]:
     yield group
 
 
-def _pieces(
+def _places(
     pages: Sequence[Tensor],
-    rows: Sequence[int],
+    rows: tuple[int, ...],
     device: torch.device,
     fetch: Callable[[Tensor], Tensor] | None,
-) -> Iterator[list[Piece]]:
-    """What lies in reach at once, then the rest page by page; there until the next is asked for."""
-    in_reach: list[Piece] = []
+) -> Iterator[tuple[list[_Place], tuple[int, ...]]]:
+    """Pages in reach, all at once, then copies of the others, one by one; with their rows' numbers.
+
+    A copy is there until the next is asked for.
+    """
+    in_reach: list[_Place] = []
     away: list[tuple[int, Tensor]] = []
     first = 0
     for page in pages:
+        count = page.shape[1]
         if _is_in_reach(page, device):
-            start, step = page.data_ptr(), page.stride(0) * page.element_size()
-            count = page.shape[1]
-            in_reach += [(start + row * step, at, first, count) for at, row in enumerate(rows)]
+            in_reach.append((page.data_ptr(), page.stride(0), first, count))
         else:
             away.append((first, page))
-        first += page.shape[1]
+        first += count
     if in_reach:
-        yield in_reach
+        yield in_reach, rows
     for first, page in away:
-        here = [page[row] if fetch is None else fetch(page[row]) for row in rows]
-        here = [keys.contiguous() for keys in here]
-        yield [(keys.data_ptr(), at, first, len(keys)) for at, keys in enumerate(here)]
-        # Before the next copies are made.
-        del here
+        copy = torch.empty((len(rows), *page.shape[1:]), dtype=page.dtype, device=device)
+        for row, target in zip(rows, copy, strict=True):
+            target.copy_(page[row] if fetch is None else fetch(page[row]))
+        yield [(copy.data_ptr(), copy.stride(0), first, page.shape[1])], tuple(range(len(rows)))
+        # Before the next is made.
+        del copy, target
 
 
 def _is_in_reach(page: Tensor, device: torch.device) -> bool:
     """Whether the kernel can read the page as it lies."""
-    return page[0].is_contiguous() and (page.device == device or page.is_pinned())
+    _, _, block_size, head_dim = page.shape
+    row_stride, *strides = page.stride()
+    is_laid_out = strides == [block_size * head_dim, head_dim, 1] and row_stride % 8 == 0
+    return is_laid_out and (page.device == device or page.is_pinned())
 
 
 def _score(
     queries: Tensor,
-    page: Tensor,
-    pieces: list[Piece],
+    places: list[_Place],
     cos: Tensor,
     sin: Tensor,
     scores: Tensor,
     num_sinks: int,
     constants: dict[str, Any],
 ) -> None:
-    """Fill in the scores of the pieces' blocks: float32 [heads, T, n, and 1 for sink tokens]."""
-    _, _, block_size, head_dim = page.shape
-    on_gpu = queries.is_cuda
-    table = torch.tensor(pieces, dtype=torch.int64, pin_memory=on_gpu)
-    digest_scores_kernel[(max(count for *_, count in pieces), len(pieces))](
+    """Fill in the scores of the pages' blocks: float32 [heads, T, n, and 1 for sink tokens]."""
+    _, num_queries, head_dim = queries.shape
+    dim, block = _padded(head_dim), _padded(constants["BLOCK"])
+    table = torch.tensor(places, dtype=torch.int64, pin_memory=queries.is_cuda)
+    grid = max(count for *_, count in places), len(places), len(constants["ROWS"])
+    digest_scores_kernel[grid](
         queries,
         cos,
         sin,
@@ -162,19 +167,17 @@ def _score(
         *scores.shape[1:],
         num_sinks,
         **constants,
-        KEYS=_TYPES[page.dtype],
-        QUERIES=_padded(queries.shape[1]),
+        QUERIES=_padded(num_queries),
         DIM=head_dim,
-        DIM_PAD=_padded(head_dim),
+        DIM_PAD=dim,
         HALF=cos.shape[0],
-        BLOCK=block_size,
-        BLOCK_PAD=_padded(block_size),
+        BLOCK_PAD=block,
         # As many as the keys have room in, in registers.
-        num_warps=max(4, _padded(block_size) * _padded(head_dim) // 1024),
+        num_warps=max(4, dim * block // 1024),
     )
 
 
 def _padded(size: int) -> int:
     """As `tl.dot` takes it."""
-    padded: int = triton.next_power_of_2(size)
-    return max(MIN_ROWS, padded)
+    # Triton's own function for this takes as long as an operation.
+    return max(MIN_ROWS, 1 << (size - 1).bit_length())

@@ -36,13 +36,14 @@ def digest_scores_kernel(
     queries,
     cos,
     sin,
-    pieces,
+    pages,
     scores,
     head_stride,
     query_stride,
     num_queries,
     num_entries,
     num_sinks,
+    ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     PLACES: tl.constexpr,
     SCALES: tl.constexpr,
@@ -56,15 +57,18 @@ def digest_scores_kernel(
 ):
     """`scores` float32 [HEADS, num_queries, num_entries]: an entry a block, then the sink tokens.
 
-    Of block `program_id(0)` of the piece `pieces[program_id(1)]`: int64 [4], the address of its
-    first key, the place of its KV head, the stream's block it begins with, and its blocks. Head
-    `HEADS[i]` of the queries reads the KV head whose place is `PLACES[i]`.
+    Of block `program_id(0)` of the page `pages[program_id(1)]`: int64 [4], its address, elements
+    from row to row, the stream's block it begins with, and its blocks; and of its row
+    `ROWS[program_id(2)]`. Head `HEADS[i]` of the queries reads row `ROWS[PLACES[i]]`.
     """
-    at, piece = tl.program_id(0), pieces + tl.program_id(1) * 4
-    if at < tl.load(piece + 3):
-        place, block = tl.load(piece + 1), tl.load(piece + 2) + at
-        base = tl.multiple_of(tl.load(piece).to(tl.pointer_type(KEYS)), 16)
-        base += at.to(tl.int64) * (BLOCK * DIM)
+    at, page, place = tl.program_id(0), pages + tl.program_id(1) * 4, tl.program_id(2)
+    if at < tl.load(page + 3):
+        row = tl.full([], 0, tl.int64)
+        for i in tl.static_range(len(ROWS)):
+            row = tl.where(place == i, ROWS[i], row)
+        block = tl.load(page + 2) + at
+        base = tl.load(page).to(tl.pointer_type(KEYS)) + row * tl.load(page + 1)
+        base = tl.multiple_of(base + at.to(tl.int64) * (BLOCK * DIM), 16)
         slots, d, query = tl.arange(0, BLOCK_PAD), tl.arange(0, DIM_PAD), tl.arange(0, QUERIES)
         # [BLOCK_PAD, DIM_PAD]
         is_key = (slots < BLOCK)[:, None] & (d < DIM)[None, :]
@@ -82,9 +86,9 @@ def digest_scores_kernel(
         for i in tl.static_range(len(HEADS)):
             if place == PLACES[i]:
                 # [QUERIES, DIM_PAD]
-                row = queries + HEADS[i] * head_stride + query[:, None] * query_stride
-                own = tl.load(row + d[None, :], mask=is_element, other=0.0).to(tl.float32)
-                other = tl.load(row + partner[None, :], mask=is_element, other=0.0)
+                head = queries + HEADS[i] * head_stride + query[:, None] * query_stride
+                own = tl.load(head + d[None, :], mask=is_element, other=0.0).to(tl.float32)
+                other = tl.load(head + partner[None, :], mask=is_element, other=0.0)
                 turned = (own * c[None, :] + other.to(tl.float32) * s[None, :]) * SCALES[i]
                 found = dot_exact_keys(turned, keys)
                 out = scores + (i * num_queries + query).to(tl.int64) * num_entries
