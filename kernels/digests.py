@@ -10,7 +10,8 @@ are attended in any case, so what they draw counts for no block. What a text say
 the border of a block, so a block comes after the one before it with at least half of its weight.
 
 Digests may lie in host memory: they are cut in the same way wherever they lie, and a piece is
-brought to the device when its turn comes, so that the same numbers are added in the same order.
+brought to the device when its turn comes, so that the same numbers are added in the same order. On
+a GPU this would be a thousand small operations; there `gpu_digests` does it in a few.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +61,8 @@ def block_weights(
     Args:
         queries: [H, T, head_dim], un-rotated, of H query heads, T at least 1.
         pages: digests of n blocks in pieces, in order, each [R, blocks, block_size, head_dim], on
-            the device or in host memory that it can read; n at least 1.
+            the device or in host memory; n at least 1. Page-locked memory a GPU reads as it lies:
+            until it has, the host must not write there, nor give it to others.
         rows: of each query head, which row of a digest it reads.
         cos, sin: float32 [rotary_dim / 2], of the distance from each query to the start of a block,
             the same for all.
@@ -68,6 +70,14 @@ def block_weights(
         num_sinks: how many of the first block's tokens are sink tokens, fewer than all.
         fetch: brings keys [blocks, block_size, head_dim] to the device; `None`: they are there.
     """
+    if queries.is_cuda:
+        # Where there is no GPU there need be no Triton.
+        from streamkv.kernels import gpu_digests
+
+        if gpu_digests.fits(queries, pages):
+            return gpu_digests.block_weights(
+                queries, pages, rows, cos, sin, scales, num_sinks, fetch
+            )
     turned = rotate(queries.float(), cos, sin)
     num_blocks = sum(page.shape[1] for page in pages)
     assert num_sinks < pages[0].shape[2]

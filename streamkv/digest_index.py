@@ -194,7 +194,7 @@ class DigestIndex:
             ranks = followed(weights).mul(steps).round()
         # On a tie the earlier block.
         order = ranks.sort(descending=True, stable=True).indices[:num_chosen]
-        return Chosen(first_block, order, weights[order])
+        return Chosen(first_block, order, weights[order], pages)
 
     def _cut(self, first_block: int, end_block: int) -> Iterator[Tensor]:
         """Digests of these blocks, in pieces [rows, blocks, block_size, head_dim]."""

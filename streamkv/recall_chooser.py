@@ -38,6 +38,8 @@ class Chooser:
         self._device = device
         self._trained_length = adapter.trained_length
         self._scales = [adapter.scales[head.layer] for head in heads.heads]
+        # On the device, so that no choice waits for them.
+        self._layers, self._q_heads = to_device(torch.tensor(heads.heads), device).unbind(1)
         # One distance at a time is asked for, and kept on the device.
         self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
@@ -52,7 +54,7 @@ class Chooser:
         queries = stream.queries.before(sequence.num_computed)
         if queries is None:
             return None
-        chosen_by = torch.stack([queries[head.layer, :, head.q_head] for head in self._heads.heads])
+        chosen_by = queries[self._layers, :, self._q_heads]
         schedule, window, size = stream.schedule, sequence.window, sequence.block_size
         policy, first_block = policy_of(stream.mode), 0
         if policy == "absolute":
