@@ -44,6 +44,8 @@ class DigestIndex:
         self._memory = memory
         self._digest_bytes = 2 * num_rows * spec.block_size * spec.head_dim
         self._keys: list[BlockKey | None] = []
+        # Blocks without a key: few, and a choice must not look at every block for them.
+        self._missing: set[int] = set()
         # None: there was no memory for it.
         self._pages: list[Page | None] = []
 
@@ -80,7 +82,7 @@ class DigestIndex:
             else:
                 known[part.first : end] = [None] * (end - part.first)
                 self._memory.lost(end - part.first)
-        self._keys[first_block : first_block + len(keys)] = known
+        self._know(first_block, known)
 
     def put_missing(self, block_index: int) -> None:
         """A block was sealed without a key: it cannot be found again, nor be chosen."""
@@ -89,7 +91,12 @@ class DigestIndex:
         page = self._page_to_write(part.number)
         if page is not None:
             self._clear(page, part.low, part.high)
-        self._keys[block_index : block_index + 1] = [None]
+        self._know(block_index, [None])
+
+    def _know(self, first_block: int, keys: list[BlockKey | None]) -> None:
+        self._keys[first_block : first_block + len(keys)] = keys
+        self._missing.difference_update(range(first_block, first_block + len(keys)))
+        self._missing.update(first_block + at for at, key in enumerate(keys) if key is None)
 
     def digest(self, block_index: int) -> Tensor:
         """The digest of a block that has a key, as it is kept: [num_rows, block_size, head_dim]."""
@@ -130,6 +137,7 @@ class DigestIndex:
     def truncate(self, num_blocks: int) -> None:
         """Forget the blocks from `num_blocks` on: the stream was rewound."""
         del self._keys[num_blocks:]
+        self._missing = {index for index in self._missing if index < num_blocks}
         num_pages = sum(1 for _ in parts_of(0, len(self), self._digest_bytes))
         for page in self._pages[num_pages:]:
             if page is not None:
@@ -145,7 +153,7 @@ class DigestIndex:
         other = object.__new__(DigestIndex)
         other._shape, other._dtype = self._shape, self._dtype
         other._memory, other._digest_bytes = self._memory, self._digest_bytes
-        other._keys = list(self._keys)
+        other._keys, other._missing = list(self._keys), set(self._missing)
         other._pages = list(self._pages)
         for page in other._pages:
             if page is not None:
@@ -177,7 +185,7 @@ class DigestIndex:
         # What is left of them is in the first of these blocks, if in any.
         num_sinks = max(0, num_sinks - first_block * block_size)
         blocks = range(first_block, min(end_block, len(self)))
-        missing = [index for index in blocks if self._keys[index] is None]
+        missing = sorted(index for index in self._missing if index in blocks)
         num_chosen = min(num_blocks, len(blocks) - len(missing))
         if num_chosen == 0:
             return Known(())

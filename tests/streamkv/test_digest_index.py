@@ -199,6 +199,16 @@ def test_a_block_that_cannot_be_found_again_is_never_chosen() -> None:
     assert choose(index_of(20, gone), 4, 6) == (1,)
 
 
+def test_a_block_that_was_missing_is_chosen_once_it_has_a_key() -> None:
+    index = index_of(8, frozenset({2, 5}))
+    assert choose(index, 8, 8) == (0, 1, 3, 4, 6, 7)
+    extended(index, range(2, 3))
+    assert choose(index, 8, 8) == (0, 1, 2, 3, 4, 6, 7)
+    index.truncate(5)
+    extended(index, range(5, 8))
+    assert choose(index, 8, 8) == tuple(range(8))
+
+
 def test_a_tie_goes_to_the_earlier_block() -> None:
     index = DigestIndex(2, SPEC, memory())
     for block in range(6):
@@ -317,6 +327,8 @@ def test_whatever_is_done_weights_are_to_the_bit_those_of_pages_on_the_device(se
                 block is None for block in blocks
             ]
         if blocks:
+            there = tuple(i for i, block in enumerate(blocks) if block is not None)
+            assert {choose(each[at], len(blocks), len(blocks)) for each in streams} == {there}
             found, other = (weights(each[at], len(blocks)) for each in streams)
             assert torch.equal(found, other)
             plain = block_weights(QUERIES, [as_lists(blocks)], ROWS, *ANGLES, SCALES)
