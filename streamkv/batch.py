@@ -90,6 +90,9 @@ class Flight(Protocol):
     def results(self) -> list[StepResult]:
         """Wait for its end; one result for each part, in the batch's order."""
 
+    def device_s(self) -> float | None:
+        """Once it has ended: seconds that a device was at it; `None`: not known apart."""
+
 
 class Landed:
     """A step that was carried out where it was started."""
@@ -109,3 +112,7 @@ class Landed:
     def results(self) -> list[StepResult]:
         """What it returned."""
         return self._results
+
+    def device_s(self) -> float | None:
+        """Not known: it took the time of who started it."""
+        return None

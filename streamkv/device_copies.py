@@ -21,6 +21,36 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+class Stopwatch:
+    """How long the device is at what it is given between here and `stop`; told of a GPU only.
+
+    Args:
+        device: whose current stream it is about.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = self._mark()
+        self._end: Any = None
+
+    def stop(self) -> None:
+        """What is given to the device from here on does not count."""
+        self._end = self._mark()
+
+    def seconds(self) -> float | None:
+        """Once the device has come to the stop; `None` where there is no GPU."""
+        if self._begin is None or self._end is None:
+            return None
+        return float(self._begin.elapsed_time(self._end)) / 1000
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 class Arrival:
     """Marks a place in the stream of the device; everywhere else nothing is pending."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import SequenceStep, StepResult, Wanted
-from streamkv.device_copies import Arrival, to_host
+from streamkv.device_copies import Arrival, Stopwatch, to_host
 from streamkv.errors import ModelError
 from streamkv.gpu_sampling import GpuSampler, samples_on_gpu
 from streamkv.sampling import SampledToken
@@ -34,6 +34,7 @@ class GpuFlight:
         logits: float32, on the host once arrived, of the parts whose token the host chooses.
         scores: of each part, on the host once arrived.
         arrival: when.
+        watch: of the device's work, stopped; `None`: nobody asks for it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GpuFlight:
         logits: dict[int, Tensor],
         scores: list[Tensor | None],
         arrival: Arrival,
+        watch: Stopwatch | None = None,
     ) -> None:
         self._steps = steps
         self._rows = [
@@ -54,6 +56,7 @@ class GpuFlight:
         self._logits = logits
         self._scores = scores
         self._arrival = arrival
+        self._watch = watch
         self._results: list[StepResult] | None = None
 
     @property
@@ -75,6 +78,10 @@ class GpuFlight:
                 for index, (step, row) in enumerate(zip(self._steps, self._rows, strict=True))
             ]
         return self._results
+
+    def device_s(self) -> float | None:
+        """Once it has ended: seconds that the device was at it, if somebody looked."""
+        return None if self._watch is None else self._watch.seconds()
 
     def _result(self, index: int) -> StepResult:
         return StepResult(scores=self._scores[index], logits=self._logits.get(index))
@@ -122,8 +129,14 @@ class Outputs:
         rows: list[int | None],
         logits: Tensor | None,
         scores: list[Tensor | None],
+        watch: Stopwatch | None = None,
     ) -> GpuFlight:
-        """Send what a step returns to the host; the arguments are those of `GpuFlight`."""
+        """Send what a step returns to the host; the arguments are those of `GpuFlight`.
+
+        `watch` is stopped here.
+        """
+        if watch is not None:
+            watch.stop()
         arriving = self._sets[self._turn]
         self._turn = (self._turn + 1) % _NUM_SETS
         if any(is_drawn(step) for step in steps):
@@ -139,4 +152,4 @@ class Outputs:
         }
         arrived = [None if each is None else to_host(each) for each in scores]
         arrival = Arrival(self._device)
-        return GpuFlight(steps, rows, ids, info, sent, arrived, arrival)
+        return GpuFlight(steps, rows, ids, info, sent, arrived, arrival, watch)

@@ -1,10 +1,11 @@
 """A runner that tells how fast it computes.
 
 Only steps of a whole block or more are timed: short ones say little about the speed at which a
-prefix is computed, and a decode step has no time to spare. A step is counted from its launch, or
-from the end of the one before it, to its end. The first of them is not counted: it also makes
-buffers and handles and loads kernels, which no later one does, and an engine that has computed
-little would take itself for slow, and read what it computes sooner.
+prefix is computed, and a decode step has no time to spare. A step counts as long as a device says
+that it was at it: whoever waits for it may come late, held up by a disk. Where no device says
+anything, it counts from its launch, or from the end of the one before it, to its end. The first of
+them is not counted: it also makes buffers and handles and loads kernels, which no later one does,
+and an engine that has computed little would take itself for slow, and read what it computes sooner.
 """
 
 import time
@@ -56,11 +57,12 @@ class MeteredRunner:
         """End what the runner has begun in the background."""
         self._runner.close()
 
-    def ended(self, num_tokens: int, launched_s: float) -> None:
+    def ended(self, num_tokens: int, launched_s: float, device_s: float | None) -> None:
         """A timed step has ended."""
         now = time.monotonic()
         if self._ended_s is not None:
-            self._gate.note_computed(num_tokens, now - max(launched_s, self._ended_s))
+            waited_s = now - max(launched_s, self._ended_s)
+            self._gate.note_computed(num_tokens, waited_s if device_s is None else device_s)
         self._ended_s = now
 
 
@@ -87,5 +89,9 @@ class _TimedFlight:
     def results(self) -> list[StepResult]:
         """Wait for its end; one result for each part."""
         results = self._flight.results()
-        self._meter.ended(self._num_tokens, self._launched_s)
+        self._meter.ended(self._num_tokens, self._launched_s, self._flight.device_s())
         return results
+
+    def device_s(self) -> float | None:
+        """Once it has ended: seconds that a device was at it."""
+        return self._flight.device_s()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
 from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
-from streamkv.device_copies import to_device
+from streamkv.device_copies import Stopwatch, to_device
 from streamkv.gpu_attention import GpuAttention
 from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn
 from streamkv.gpu_model import GpuModel
@@ -122,6 +122,7 @@ class TritonRunner:
             captured = self._launch_graph(steps)
             if captured is not None:
                 return captured
+        watch = Stopwatch(self._device)
         # A packed row has the parts of one query first, whatever the batch's order.
         order = sorted(range(len(steps)), key=lambda index: steps[index].query_len > 1)
         hidden, begins = self._hidden([steps[index] for index in order])
@@ -143,7 +144,7 @@ class TritonRunner:
             self._scores(step, parts[index]) if step.wanted is Wanted.SCORES else None
             for index, step in enumerate(steps)
         ]
-        return self._outputs.send(steps, rows, logits, scores)
+        return self._outputs.send(steps, rows, logits, scores, watch)
 
     def _launch_graph(self, steps: Many[SequenceStep]) -> GpuFlight | None:
         if self._graphs is None or not self._graphs.fits(steps):

@@ -121,6 +121,10 @@ class FakeFlight:
         self._device.before_results(self.batch)
         return self.values
 
+    def device_s(self) -> float | None:
+        """It keeps no time."""
+        return None
+
 
 class Device:
     """Carries out what was launched, one step for each `run_next`.

@@ -9,8 +9,8 @@ import torch
 from gpu_cases import DEVICE, ON_GPU
 from torch import Tensor
 
-from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
-from streamkv.device_copies import to_device
+from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
+from streamkv.device_copies import Stopwatch, to_device
 from streamkv.errors import ModelError
 from streamkv.gpu_flight import GpuFlight, Outputs, is_drawn
 from streamkv.model import ModelAdapter
@@ -304,3 +304,31 @@ def test_tokens_on_both_sides_in_one_step(runner: TritonRunner) -> None:
     for result, params in ((results[0], GREEDY), (results[3], SEEDED)):
         assert result.token is not None and result.logits is None
         assert result.token.token_id == sample(logits, params, 6).token_id
+
+
+@needs_gpu
+def test_the_device_says_how_long_it_was_at_a_step() -> None:
+    """Also if it is asked long after: what the host did meanwhile is not in it."""
+    device = torch.device(DEVICE)
+    outputs, watch = Outputs(MAX_ROWS, device), Stopwatch(device)
+    torch.cuda._sleep(20_000_000)  # cycles, some ten milliseconds
+    flight = outputs.send([step()], [0], None, [None], watch)
+    flight.results()
+    first = flight.device_s()
+    torch.cuda._sleep(200_000_000)
+    torch.cuda.synchronize()
+    assert first is not None and 0.002 < first < 0.1
+    assert flight.device_s() == first
+
+
+def test_without_a_watch_nothing_is_told_of_the_device() -> None:
+    outputs = Outputs(MAX_ROWS, torch.device(DEVICE))
+    flight = outputs.send([step()], [0], None, [None])
+    flight.results()
+    assert flight.device_s() is None
+    assert Landed([StepResult()]).device_s() is None
+    if not ON_GPU:
+        watch = Stopwatch(torch.device(DEVICE))
+        flight = outputs.send([step()], [0], None, [None], watch)
+        flight.results()
+        assert flight.device_s() is None

@@ -28,9 +28,13 @@ class SlowFlight:
 
     sources: Many[int | None] = (None,)
 
-    def __init__(self, clock: Clock, ends_s: float) -> None:
+    def __init__(self, clock: Clock, ends_s: float, device_s: float | None) -> None:
         self._clock = clock
         self._ends_s = ends_s
+        self._device_s = device_s
+
+    def device_s(self) -> float | None:
+        return self._device_s
 
     def done(self) -> bool:
         return self._clock.now_s >= self._ends_s
@@ -48,11 +52,12 @@ class SlowRunner:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._free_s = 0.0
+        self.device_s: float | None = None
         self.closed = False
 
     def launch(self, batch: Batch) -> SlowFlight:
         self._free_s = max(self._clock.now_s, self._free_s) + 1.0
-        return SlowFlight(self._clock, self._free_s)
+        return SlowFlight(self._clock, self._free_s, self.device_s)
 
     def wait_until_fast(self) -> bool:
         return True
@@ -109,6 +114,20 @@ def test_steps_in_a_row_do_not_count_the_time_of_those_before(clock: Clock) -> N
     for flight in flights:
         flight.results()
     assert gate.compute_s(500) == pytest.approx(1.0)
+
+
+def test_who_comes_late_for_a_step_does_not_make_it_longer(clock: Clock) -> None:
+    """A device says how long it was at it, also while whoever waits is held up by a disk."""
+    gate = CostGate()
+    slow = SlowRunner(clock)
+    runner = MeteredRunner(slow, gate)
+    slow.device_s = 0.25
+    for _ in range(3):
+        flight = runner.launch(batch_of(500))
+        clock.now_s += 9.0
+        flight.results()
+        assert flight.device_s() == 0.25
+    assert gate.compute_s(500) == pytest.approx(0.25)
 
 
 def test_short_steps_are_not_timed(clock: Clock) -> None:
