@@ -331,6 +331,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
     sizes = QUICK if options.quick else FULL
+    if options.device == "auto" and torch.cuda.is_available():
+        # The engine's own choice is the CPU, on which this takes an hour.
+        options.device = "cuda"
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     ranked = ranking(options, sizes, dtype, device)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from common import MODEL, arguments, book_ids, every, finish, pieces, require, say
 from report import Report
 
@@ -101,6 +102,8 @@ def main() -> int:
     least = max(options.window_size, PIECE) + 2
     if options.tokens < least:
         parser.error(f"--tokens {options.tokens}: use at least {least}, or a smaller window")
+    if options.device == "auto" and torch.cuda.is_available():
+        options.device = "cuda"
     dtype = choose_dtype(options.dtype, choose_device(options.device))
     facts = ModelFacts.read(MODEL, dtype, say)
     ids = book_ids(facts.tokenizer, options.data, options.tokens)
