@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from streamkv.device_copies import to_device
+from streamkv.digest_index import digest_dtype
+from streamkv.kernels.digests import block_weights
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
 from streamkv.recall_schedule import Choosing
@@ -16,6 +18,7 @@ from streamkv.recall_stream import RecallStream, policy_of
 from streamkv.recalled import farthest
 from streamkv.retrieval_heads import RetrievalHeads
 from streamkv.sequence import Sequence
+from streamkv.tiers.spec import KVSpec
 
 
 class Chooser:
@@ -43,6 +46,17 @@ class Chooser:
         # One distance at a time is asked for, and kept on the device.
         self._rope = RopeTables(adapter.inv_freq.cpu(), 1)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        if device.type == "cuda":
+            self.warm_up(adapter.spec)
+
+    def warm_up(self, spec: KVSpec) -> None:
+        """Have compiled what weighs blocks: else the first choice waits for that, and all steps."""
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        num_heads, num_rows = len(self._heads.heads), len(self._heads.kv_heads)
+        queries = torch.zeros(num_heads, 1, spec.head_dim, dtype=dtype, device=self._device)
+        shape = num_rows, 1, spec.block_size, spec.head_dim
+        page = torch.zeros(shape, dtype=digest_dtype(spec), device=self._device)
+        block_weights(queries, [page], self._heads.rows, *self._angles_of(1), self._scales)
 
     def choose(
         self, sequence: Sequence, stream: RecallStream, token_index: int, num_blocks: int
