@@ -9,6 +9,7 @@ from typing import Any
 
 import full_child
 import pytest
+from damaged import flip_block
 from full_child import NUM_FED, WINDOW_SIZE, options, seeded, some_ids
 from full_oracle import FULL, expected_scores
 
@@ -314,17 +315,6 @@ def test_a_rewind_to_before_the_mode_goes_on_in_it(tiny_model_dir: Path, tmp_pat
             assert session.mode == "full"
             assert scores_of(session, MORE) == pytest.approx(expected, abs=1e-3)
             check_names(session)
-
-
-def flip_block(store: Path, content: bytes) -> int:
-    """Damage every record of a block in a store whose codec is `raw`; returns how many."""
-    path = store / "blocks" / "data.mdb"
-    data, count, start = bytearray(path.read_bytes()), 0, 0
-    while (place := data.find(content, start)) >= 0:
-        data[place + 5] ^= 0xFF
-        count, start = count + 1, place + 1
-    path.write_bytes(data)
-    return count
 
 
 def test_with_a_damaged_block_it_opens_and_goes_on_in_another_mode(

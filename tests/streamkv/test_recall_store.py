@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import recall_child
+from damaged import flip_block
 from recall_child import NUM_FED, STRIDE, options, seeded, some_ids
 
 from streamkv import Engine, Session
@@ -275,17 +276,6 @@ def test_a_choice_that_cannot_be_written_is_not_used(tiny_model_dir: Path, tmp_p
         assert len(tokens_of(session, 30)) == 30
         assert recall_of(session)[2] != before
         engine._tiers.check_integrity()
-
-
-def flip_block(store: Path, content: bytes) -> int:
-    """Damage every record of a block in a store whose codec is `raw`; returns how many."""
-    path = store / "blocks" / "data.mdb"
-    data, count, start = bytearray(path.read_bytes()), 0, 0
-    while (place := data.find(content, start)) >= 0:
-        data[place + 5] ^= 0xFF
-        count, start = count + 1, place + 1
-    path.write_bytes(data)
-    return count
 
 
 def test_a_damaged_block_is_absent_and_counted_and_the_answer_goes_on(
