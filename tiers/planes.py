@@ -105,17 +105,22 @@ def _unpacked(
     found = decompressor.multi_decompress_to_buffer(sources, decompressed_sizes=sizes)
     planes = [found[at] for at in range(len(found))]
     assert len(planes) == len(extents)
-    firsts = [at for at, plane in enumerate(planes) if plane.offset == 0]
-    return [_array(planes[first:stop], plane_bytes) for first, stop in pairwise([*firsts, None])]
+    firsts = [
+        at
+        for at, plane in enumerate(planes)
+        if at == 0 or plane.offset != planes[at - 1].offset + plane_bytes
+    ]
+    return [
+        _array(planes[first], stop - first, plane_bytes)
+        for first, stop in pairwise([*firsts, len(planes)])
+    ]
 
 
-def _array(planes: list[Any], plane_bytes: int) -> Bytes:
-    """The memory of planes that zstd has put one behind the other, uint8 `[num, plane_bytes]`."""
-    offsets = [plane.offset for plane in planes]
-    assert offsets == list(range(0, len(planes) * plane_bytes, plane_bytes))
-    # Each holds the memory of all, and shows its own part of it.
-    first = np.frombuffer(planes[0], dtype=np.uint8)
-    shape, strides = (len(planes), plane_bytes), (plane_bytes, 1)
+def _array(plane: Any, num_planes: int, plane_bytes: int) -> Bytes:
+    """The memory from a plane of zstd's on, uint8 `[num_planes, plane_bytes]`."""
+    # It keeps the memory of all of them alive, and shows its own part of it.
+    first = np.frombuffer(plane, dtype=np.uint8)
+    shape, strides = (num_planes, plane_bytes), (plane_bytes, 1)
     return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
 
 
