@@ -105,18 +105,19 @@ class ZstdCodec:
         return coded if len(coded) < frame.size else frame.tobytes()
 
     def decode(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
-        ends = list(accumulate(lengths))
-        if (ends[-1] if ends else 0) != coded.size or len(lengths) != len(out):
-            raise CodecError(f"{len(lengths)} zstd frames of {coded.size} bytes, expected {ends}")
-        frame_bytes = out.shape[1]
-        for is_whole, group in groupby(range(len(out)), lambda at: lengths[at] == frame_bytes):
-            run = list(group)
-            rows = out[run[0] : run[-1] + 1]
-            part = coded[ends[run[0]] - lengths[run[0]] : ends[run[-1]]]
+        assert len(lengths) == len(out)
+        starts = list(accumulate(lengths, initial=0))
+        if starts[-1] != coded.size:
+            raise CodecError(f"zstd frames of {coded.size} bytes, expected {starts[-1]}")
+        frame_bytes, stop = out.shape[1], 0
+        for is_whole, run in groupby(lengths, lambda length: length == frame_bytes):
+            first, run_lengths = stop, list(run)
+            stop += len(run_lengths)
+            part, rows = coded[starts[first] : starts[stop]], out[first:stop]
             if is_whole:
                 rows[:] = part.reshape(rows.shape)
             else:
-                self._decode_planes(part, [lengths[at] for at in run], rows)
+                self._decode_planes(part, run_lengths, rows)
 
     def _decode_planes(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
         table = self._table(coded, lengths, out.shape[1] // self._num_planes)
@@ -126,6 +127,7 @@ class ZstdCodec:
             raise CodecError(f"zstd: {error}") from error
 
     def _table(self, coded: Bytes, lengths: Sequence[int], plane_bytes: int) -> PlaneTable:
+        """Where the planes of frames are that were not kept whole."""
         start, rows = 0, []
         for length in lengths:
             at = start + self._lengths.size
