@@ -8,6 +8,8 @@ bytes whose checksum is right, and still refuses what it cannot have written.
 
 import struct
 import threading
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import zstandard
 
 from streamkv.errors import ConfigError, StoreError
+from streamkv.tiers.planes import PlaneTable, join, slabs_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -45,11 +48,16 @@ class Codec(Protocol):
         """The coded form of `frame` (uint8 `[frame_bytes]`, contiguous), at most as long."""
         ...
 
-    def decode(self, coded: Bytes, out: Bytes) -> None:
-        """Fill `out` (uint8 `[frame_bytes]`, contiguous) from its coded form.
+    def decode(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
+        """Fill `out` from the coded forms of its frames.
+
+        Args:
+            coded: uint8, contiguous: the coded frames one behind the other.
+            lengths: bytes of each.
+            out: uint8 `[num_frames, frame_bytes]`, contiguous; undefined after an error.
 
         Raises:
-            CodecError: `coded` is not the coded form of a frame of that size.
+            CodecError: `coded` does not consist of coded frames of that size.
         """
         ...
 
@@ -63,10 +71,10 @@ class RawCodec:
     def encode(self, frame: Bytes) -> bytes:
         return frame.tobytes()
 
-    def decode(self, coded: Bytes, out: Bytes) -> None:
-        if coded.size != out.size:
-            raise CodecError(f"raw frame of {coded.size} bytes, expected {out.size}")
-        out[:] = coded
+    def decode(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
+        if any(length != out.shape[1] for length in lengths) or coded.size != out.size:
+            raise CodecError(f"raw frames of {coded.size} bytes, expected {out.size}")
+        out[:] = coded.reshape(out.shape)
 
 
 class ZstdCodec:
@@ -96,43 +104,44 @@ class ZstdCodec:
         coded = b"".join([self._lengths.pack(*map(len, planes)), *planes])
         return coded if len(coded) < frame.size else frame.tobytes()
 
-    def decode(self, coded: Bytes, out: Bytes) -> None:
-        if coded.size == out.size:
-            out[:] = coded
-            return
-        elements = out.view(self._element)
-        start = self._lengths.size
-        lengths = self._lengths.unpack(coded[:start].tobytes()) if coded.size >= start else ()
-        if not lengths or start + sum(lengths) != coded.size:
-            raise CodecError(f"zstd frame of {coded.size} bytes with planes of {lengths} bytes")
-        planes = []
+    def decode(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
+        assert len(lengths) == len(out)
+        starts = list(accumulate(lengths, initial=0))
+        if starts[-1] != coded.size:
+            raise CodecError(f"zstd frames of {coded.size} bytes, expected {starts[-1]}")
+        frame_bytes, stop = out.shape[1], 0
+        for is_whole, run in groupby(lengths, lambda length: length == frame_bytes):
+            first, run_lengths = stop, list(run)
+            stop += len(run_lengths)
+            part, rows = coded[starts[first] : starts[stop]], out[first:stop]
+            if is_whole:
+                rows[:] = part.reshape(rows.shape)
+            else:
+                self._decode_planes(part, run_lengths, rows)
+
+    def _decode_planes(self, coded: Bytes, lengths: Sequence[int], out: Bytes) -> None:
+        table = self._table(coded, lengths, out.shape[1] // self._num_planes)
+        try:
+            join(slabs_of(coded, table, self._decompressor()), out.view(self._element))
+        except zstandard.ZstdError as error:
+            raise CodecError(f"zstd: {error}") from error
+
+    def _table(self, coded: Bytes, lengths: Sequence[int], plane_bytes: int) -> PlaneTable:
+        """Where the planes of frames are that were not kept whole."""
+        start, rows = 0, []
         for length in lengths:
-            planes.append(self._expand(coded[start : start + length], len(elements)))
+            at = start + self._lengths.size
+            sizes = self._lengths.unpack_from(coded.data, start) if length >= at - start else ()
             start += length
-        # Whole elements at a time, several times faster than every second byte: highest byte first.
-        if len(planes) == 1:
-            elements[:] = planes.pop()
-            return
-        words = planes.pop()
-        while planes:
-            np.multiply(words, 256, out=elements, dtype=self._element)
-            words = np.add(elements, planes.pop(), out=elements)
+            if not sizes or at + sum(sizes) != start:
+                raise CodecError(f"zstd frame of {length} bytes with planes of {sizes} bytes")
+            rows.append((list(accumulate(sizes[:-1], initial=at)), sizes))
+        begins, sizes = np.array(rows, dtype=np.int64).transpose(1, 2, 0)
+        return PlaneTable(begins, sizes, plane_bytes)
 
     def _shrink(self, plane: bytes) -> bytes:
         coded = self._compressor().compress(plane)
         return coded if len(coded) < len(plane) else plane
-
-    def _expand(self, coded: Bytes, plane_bytes: int) -> Bytes:
-        if coded.size == plane_bytes:
-            return coded
-        try:
-            size = zstandard.frame_content_size(coded.data)
-            if size != plane_bytes:  # checked first: zstd allocates what the frame claims
-                raise CodecError(f"zstd plane of {size} bytes, expected {plane_bytes}")
-            plane = self._decompressor().decompress(coded.data)
-        except zstandard.ZstdError as error:
-            raise CodecError(f"zstd: {error}") from error
-        return np.frombuffer(plane, dtype=np.uint8)
 
     def _compressor(self) -> zstandard.ZstdCompressor:
         if not hasattr(self._threads, "compressor"):

@@ -11,6 +11,8 @@ every other. This module knows neither files nor LMDB.
 """
 
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -191,31 +193,39 @@ def decode_frames(
     Raises:
         BadRecordError: a checksum or a coded frame is wrong.
     """
-    is_raw = header.codec == RawCodec.code
-    if is_raw and np.may_share_memory(coded, out) and _are_right(key, header, layers, coded):
-        return  # read in place
-    offsets = header.offsets
-    for row, layer in zip(out, layers, strict=True):
-        begin = offsets[layer] - offsets[layers.start]
-        frame = coded[begin : begin + header.lengths[layer]]
+    lengths = header.lengths[layers.start : layers.stop]
+    if _are_right(key, header, layers, coded):
+        # A frame that does not decode all the same is found again below, and named.
+        with suppress(CodecError):
+            _decode(header, coded, lengths, out, codecs)
+            return
+    start = 0
+    for at, (layer, length) in enumerate(zip(layers, lengths, strict=True)):
+        frame = coded[start : start + length]
+        start += length
         if frame_checksum(key, layer, frame.data) != header.checksums[layer]:
             raise BadRecordError(f"checksum of layer {layer}")
-        if is_raw and np.may_share_memory(frame, row):
-            continue
         try:
-            codecs.coded(header.codec).decode(frame, row)
+            _decode(header, frame, [length], out[at : at + 1], codecs)
         except CodecError as error:
             raise BadRecordError(f"layer {layer}: {error}") from error
 
 
+def _decode(
+    header: RecordHeader, coded: Bytes, lengths: Sequence[int], out: Bytes, codecs: Codecs
+) -> None:
+    if header.codec == RawCodec.code and np.may_share_memory(coded, out):
+        return  # read in place
+    codecs.coded(header.codec).decode(coded, lengths, out)
+
+
 def _are_right(key: BlockKey, header: RecordHeader, layers: range, coded: Bytes) -> bool:
-    """Whether the coded frames of several layers are known to be right together."""
-    num_bytes = header.lengths[layers.start]
-    if any(header.lengths[layer] != num_bytes for layer in layers):
-        return False
+    """Whether the coded frames of some layers are right, by one checksum over all of them."""
     begin = crc32(key)
-    frames = [(_begin(layer, begin), header.checksums[layer]) for layer in layers]
-    return bool(crc32(coded.data) == joined_checksum(frames, num_bytes))
+    frames = [
+        (_begin(layer, begin), header.checksums[layer], header.lengths[layer]) for layer in layers
+    ]
+    return bool(crc32(coded.data) == joined_checksum(frames))
 
 
 def _begin(layer: int, key_checksum: int) -> int:

@@ -10,21 +10,28 @@ from streamkv.tiers.joined_checksum import joined_checksum
 
 
 @given(
-    st.lists(st.integers(0, 2**32 - 1), max_size=12), st.integers(1, 5000), st.integers(0, 2**32)
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 5000)), max_size=12),
+    st.integers(0, 2**32),
 )
-def test_it_is_that_of_all_bytes_whatever_each_begins_with(
-    begins: list[int], num_bytes: int, seed: int
+def test_it_is_that_of_all_bytes_whatever_each_begins_with_and_however_long(
+    frames: list[tuple[int, int]], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    frames = [rng.bytes(num_bytes) for _ in begins]
-    pairs = [(begin, zlib.crc32(frame, begin)) for begin, frame in zip(begins, frames, strict=True)]
-    assert joined_checksum(pairs, num_bytes) == zlib.crc32(b"".join(frames))
+    data = [rng.bytes(num_bytes) for _, num_bytes in frames]
+    known = [
+        (begin, zlib.crc32(frame, begin), len(frame))
+        for (begin, _), frame in zip(frames, data, strict=True)
+    ]
+    assert joined_checksum(known) == zlib.crc32(b"".join(data))
 
 
 def test_any_changed_checksum_changes_it() -> None:
-    pairs = [(7 * at, 1000 + at) for at in range(5)]
-    right = joined_checksum(pairs, 300)
-    for at, (before, after) in enumerate(pairs):
+    frames = [(7 * at, 1000 + at, 300 + at) for at in range(5)]
+    right = joined_checksum(frames)
+    for at, (before, after, num_bytes) in enumerate(frames):
         for bit in range(32):
-            for other in ((before ^ 1 << bit, after), (before, after ^ 1 << bit)):
-                assert joined_checksum([*pairs[:at], other, *pairs[at + 1 :]], 300) != right
+            for other in (
+                (before ^ 1 << bit, after, num_bytes),
+                (before, after ^ 1 << bit, num_bytes),
+            ):
+                assert joined_checksum([*frames[:at], other, *frames[at + 1 :]]) != right

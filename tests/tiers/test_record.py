@@ -1,4 +1,6 @@
 import zlib
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -90,6 +92,50 @@ def test_a_flipped_bit_costs_its_own_layer_only(codec: str, layer: int) -> None:
                 decoded(record, bytes(damaged), layers)
         else:
             assert decoded(record, bytes(damaged), layers).size == SPEC.frame_bytes
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_sound_frames_are_checked_together(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block(0), block(1)]
+    blocks[1].reshape(3, -1)[1] = 0  # frames of zstd differ in length
+    records = [encode_record(KEY, each, SPEC, LAYOUT, CODECS.named(codec)) for each in blocks]
+
+    def one_by_one(*_: object) -> int:
+        raise AssertionError("a frame was checked by itself")
+
+    monkeypatch.setattr("streamkv.tiers.record.frame_checksum", one_by_one)
+    for first, stop in combinations(range(4), 2):
+        for each, record in zip(blocks, records, strict=True):
+            wanted = each.reshape(3, -1)[first:stop].reshape(-1)
+            assert np.array_equal(decoded(record, record.payload, range(first, stop)), wanted)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_damaged_frame_is_named_among_sound_ones(codec: str, layer: int) -> None:
+    record = encoded(codec)
+    begin, end = record.header(1, SPEC).offsets[layer : layer + 2]
+    for position in {begin, begin + 9, (begin + end) // 2, end - 1}:
+        damaged = bytearray(record.payload)
+        damaged[position] ^= 0x80
+        with pytest.raises(BadRecordError, match=f"checksum of layer {layer}"):
+            decoded(record, bytes(damaged), range(3))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_frame_with_a_right_checksum_that_zstd_did_not_write_is_named(layer: int) -> None:
+    sound = encoded()
+    begin = sound.header(1, SPEC).offsets[layer]
+    payload = bytearray(sound.payload)
+    payload[begin] ^= 1  # the size of its first plane
+    checksums = list(sound.checksums)
+    checksums[layer] = frame_checksum(KEY, layer, payload[begin : begin + sound.lengths[layer]])
+    record = replace(sound, checksums=tuple(checksums))
+    with pytest.raises(BadRecordError, match=f"layer {layer}: zstd frame of"):
+        decoded(record, bytes(payload), range(3))
+    for other in {0, 1, 2} - {layer}:
+        frame = block().reshape(3, -1)[other]
+        assert np.array_equal(decoded(record, bytes(payload), range(other, other + 1)), frame)
 
 
 def test_frames_of_another_key_or_layer_are_refused() -> None:
