@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ["kernels", "tiers", "streamkv", "ws_server"]  # each may import those before it
 OWNERS = {
     "lmdb": {"tiers/ssd.py"},
-    "zstandard": {"tiers/codec.py"},
-    "isal": {"tiers/record.py"},
+    "zstandard": {"tiers/codec.py", "tiers/planes.py"},
+    "isal": {"tiers/checksum.py"},
     "transformers": {"streamkv/tokenizer.py"},
     "tokenizers": {"streamkv/tokenizer.py"},
 }

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from streamkv.errors import StoreError
+from streamkv.tiers.checksum import crc32, joined_checksum
 from streamkv.tiers.codec import Bytes, Codec, CodecError, Codecs, RawCodec
-from streamkv.tiers.joined_checksum import joined_checksum
 from streamkv.tiers.spec import FORMAT_VERSION, BlockKey, KVSpec
 
 MAGIC = b"SKVR"

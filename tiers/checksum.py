@@ -1,4 +1,4 @@
-"""The CRC-32 of frames that lie one behind the other, from the checksums that each has by itself.
+"""CRC-32 by ISA-L, and that of frames one behind the other from the checksum of each.
 
 A frame is checked in microseconds, and then its thread waits for the interpreter, which takes as
 long or longer when several threads read. So the frames of a block are checked together: one
@@ -11,7 +11,9 @@ would have been from another beginning, differ by as much for every frame of tha
 
 from collections.abc import Iterable
 
-from isal.isal_zlib import crc32_combine
+from isal.isal_zlib import crc32, crc32_combine
+
+__all__ = ["crc32", "joined_checksum"]
 
 
 def joined_checksum(frames: Iterable[tuple[int, int, int]]) -> int:

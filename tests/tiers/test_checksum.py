@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamkv.tiers.joined_checksum import joined_checksum
+from streamkv.tiers.checksum import joined_checksum
 
 
 @given(
