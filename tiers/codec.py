@@ -128,16 +128,20 @@ class ZstdCodec:
 
     def _table(self, coded: Bytes, lengths: Sequence[int], plane_bytes: int) -> PlaneTable:
         """Where the planes of frames are that were not kept whole."""
-        start, rows = 0, []
-        for length in lengths:
-            at = start + self._lengths.size
-            sizes = self._lengths.unpack_from(coded.data, start) if length >= at - start else ()
-            start += length
-            if not sizes or at + sum(sizes) != start:
-                raise CodecError(f"zstd frame of {length} bytes with planes of {sizes} bytes")
-            rows.append((list(accumulate(sizes[:-1], initial=at)), sizes))
-        begins, sizes = np.array(rows, dtype=np.int64).transpose(1, 2, 0)
-        return PlaneTable(begins, sizes, plane_bytes)
+        head = self._lengths.size
+        stops = np.cumsum(lengths)
+        starts = stops - lengths
+        if min(lengths) < head:
+            raise CodecError(f"zstd frame of {min(lengths)} bytes, shorter than its head")
+        heads = coded[starts[:, None] + np.arange(head)]
+        sizes = heads.view("<u4").astype(np.int64)
+        ends = starts[:, None] + head + np.cumsum(sizes, axis=1)
+        wrong = np.flatnonzero(ends[:, -1] != stops)
+        if wrong.size:
+            at = int(wrong[0])
+            found = f"zstd frame of {lengths[at]} bytes with planes of {sizes[at].tolist()} bytes"
+            raise CodecError(found)
+        return PlaneTable((ends - sizes).T, sizes.T, plane_bytes)
 
     def _shrink(self, plane: bytes) -> bytes:
         coded = self._compressor().compress(plane)

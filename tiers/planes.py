@@ -67,7 +67,9 @@ def slabs_of(
     is_packed = ~is_kept
     slabs: list[Slab] = []
     if is_kept.any():
-        windows = np.lib.stride_tricks.sliding_window_view(coded, table.plane_bytes)
+        # Every run of `plane_bytes` bytes, so that one operation copies those that are planes.
+        shape = (coded.size - table.plane_bytes + 1, table.plane_bytes)
+        windows = np.ndarray(shape, np.uint8, coded, strides=(1, 1))
         slabs += _cut(is_kept, [windows[table.begins[is_kept]]])
     if is_packed.any():
         extents = np.stack([table.begins[is_packed], table.sizes[is_packed]], axis=-1)
@@ -83,7 +85,7 @@ def join(slabs: Iterable[Slab], elements: npt.NDArray[Any]) -> None:
         rows = elements[slab.first_frame : slab.first_frame + len(slab.planes)]
         words = slab.planes if slab.place == highest else np.add(rows, slab.planes, out=rows)
         if slab.place:
-            np.left_shift(words, 8, out=rows, dtype=rows.dtype)
+            np.multiply(words, 256, out=rows, dtype=rows.dtype)  # faster than a shift
         elif words is not rows:
             rows[:] = words
 
@@ -95,12 +97,13 @@ def _unpacked(
     decompressor: zstandard.ZstdDecompressor,
 ) -> list[Bytes]:
     """The planes of `extents` (begin and size of each), in as many arrays as zstd puts them in."""
+    view = coded.data
     for begin, size in extents.tolist():  # checked first: zstd allocates what a plane claims
-        claimed = zstandard.frame_content_size(coded[begin : begin + size].data)
+        claimed = zstandard.frame_content_size(view[begin : begin + size])
         if claimed != plane_bytes:
             raise zstandard.ZstdError(f"plane of {claimed} bytes, expected {plane_bytes}")
     # Numbers as zstd's C code has them: pairs of unsigned 64 bits, and the size of each plane.
-    sources = zstandard.BufferWithSegments(coded.data, extents.astype(np.uint64).tobytes())
+    sources = zstandard.BufferWithSegments(view, extents.astype(np.uint64).tobytes())
     sizes = np.full(len(extents), plane_bytes, dtype=np.uint64).tobytes()
     found = decompressor.multi_decompress_to_buffer(sources, decompressed_sizes=sizes)
     planes = [found[at] for at in range(len(found))]
