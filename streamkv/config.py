@@ -220,14 +220,20 @@ class EngineConfig:
         return max(BLOCK_SIZE, min(DEFAULT_STRIDE, room))
 
     def _check_recall(self) -> None:
-        least = 2 * self.stride + BLOCK_SIZE
-        if self.stride % BLOCK_SIZE or self.window_size < least:
+        stride, size = self.stride, BLOCK_SIZE
+        if stride % size:
+            below = stride // size * size
+            remedy = f"Use {below} or {below + size}."
+            raise ConfigError("recall_stride", stride, f"not a multiple of {size}", remedy)
+        least = 2 * stride + size
+        if self.window_size < least:
+            shorter = "a shorter recall_stride, " if stride > size else ""
             raise ConfigError(
                 "recall_stride",
-                self.stride,
-                f"not a multiple of {BLOCK_SIZE}, or too long for window_size={self.window_size}",
-                f"A window needs 2 * recall_stride + {BLOCK_SIZE} tokens: use window_size={least}, "
-                "a shorter recall_stride, or recall_blocks=0.",
+                stride,
+                f"too long for window_size={self.window_size}",
+                f"A window needs 2 * recall_stride + {size} tokens: use window_size={least}, "
+                f"{shorter}or recall_blocks=0.",
             )
         has_tier = self.store is not None or parse_size("cpu_bytes", self.cpu_bytes) > 0
         if self.retain != "all" or not has_tier:

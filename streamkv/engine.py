@@ -82,6 +82,7 @@ class Engine:
             raise
 
     def _open(self, model: str, on_progress: Callable[[str], None] | None) -> None:
+        Store.require_free(self.config)
         device = choose_device(self.config.device)
         self._adapter = ModelAdapter.load(
             model,

@@ -101,9 +101,14 @@ class Recovery:
             self._restore_open_block()
             return window_blocks
         else:
+            num_tokens = self._replay()
             _log.warning(
-                "session %r: its window is not stored any more and is computed anew", self._name
+                "session %r: its window is not stored any more and is computed anew, for which "
+                "%d tokens are read again before the next one",
+                self._name,
+                num_tokens,
             )
+            return None
         self._replay()
         return None
 
@@ -306,7 +311,8 @@ class Recovery:
         else:
             self._tiers.free(block_id)
 
-    def _replay(self) -> None:
+    def _replay(self) -> int:
+        """Have the window computed anew; returns how many tokens that takes."""
         sequence, num_tokens = self._sequence, self._past.state.num_tokens
         self._executor.release(sequence)
         sequence.exact_from = 0
@@ -319,6 +325,7 @@ class Recovery:
             jump = Jump(head, start, self._chain_key_at(start))
             sequence.exact_from = start + (self._spec.num_layers - 1) * sequence.window.window_size
         sequence.restart_at(0, sequence.first_parent, ids, jump)
+        return len(ids)
 
     def _replay_span(self) -> tuple[int, int]:
         """(head, start): tokens `[head, start)` need not be computed anew."""

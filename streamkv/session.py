@@ -99,7 +99,11 @@ class Session:
 
         After a restart it tells what has been recalled since: what an answer attended to before is
         not remembered.
+
+        Raises:
+            SessionError: the session is closed.
         """
+        self._require_open()
         return self._live.attended()
 
     def feed(self, items: Items) -> Outputs[Progress]:
@@ -225,7 +229,8 @@ class Session:
 
         Raises:
             InputError: not a whole number from 1 to `num_tokens`.
-            JournalError: it could not be journaled.
+            JournalError: it could not be journaled, and nothing has changed; or it was, and could
+                not be made durable: then the stream ends there (`num_tokens` tells).
             SessionError: a session without a store that is too long to be remembered.
         """
         self._alone(lambda: self._live.rewind(token_index), "rewind")

@@ -17,6 +17,7 @@ from streamkv.config import EngineConfig, parse_size
 from streamkv.errors import StoreError
 from streamkv.tiers.ssd import SsdTier
 from streamkv.tiers.store_format import StoreIdentity
+from streamkv.tiers.store_tier import require_free
 
 if TYPE_CHECKING:  # a store is listed and cleaned without torch
     from streamkv.model import ModelAdapter
@@ -36,6 +37,16 @@ class Store:
 
     path: Path
     blocks: SsdTier
+
+    @staticmethod
+    def require_free(config: EngineConfig) -> None:
+        """Raise if another process has the store that `config` names, before a model is loaded.
+
+        Raises:
+            StoreError: as `open`, of a store in use.
+        """
+        if config.store is not None:
+            require_free(blocks_path(Path(config.store).expanduser()))
 
     @classmethod
     def open(cls, config: EngineConfig, model: "ModelAdapter") -> "Self | None":

@@ -43,6 +43,20 @@ logger = logging.getLogger(__name__)
 
 COUNTERS = (*READ_COUNTERS, *WRITE_COUNTERS)
 
+LOCKED_REMEDY = "Talk to that process (streamkv serve), close it, or use another --store."
+
+
+def require_free(path: Path) -> None:
+    """Raise if another process has the tier at `path` open now; makes and keeps nothing.
+
+    For who is about to load a model for it: opening asks again.
+
+    Raises:
+        StoreLockedError: held elsewhere; names process, host and start time.
+    """
+    if (path / OWNER_FILE).is_file():
+        FileLock(path / OWNER_FILE, named=False, remedy=LOCKED_REMEDY).close()
+
 
 class StoreTier(StoreView, ABC):
     """A store, open for writing.
@@ -77,8 +91,7 @@ class StoreTier(StoreView, ABC):
         self._counters = Counters(COUNTERS)
         self._reader = BlockReader(spec, self._snapshot, self._counters)
         prepare_directory(path)
-        remedy = "Talk to that process (streamkv serve), close it, or use another --store."
-        self._owner = FileLock(path / OWNER_FILE, remedy=remedy)
+        self._owner = FileLock(path / OWNER_FILE, remedy=LOCKED_REMEDY)
         try:
             self._open()
             self._fit_limit()

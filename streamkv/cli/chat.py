@@ -24,7 +24,7 @@ from streamkv.cli.options import (
     with_sampling,
 )
 from streamkv.cli.text_file import stdin_lines
-from streamkv.errors import InputError
+from streamkv.errors import AbsentBlockError, ConfigError, InputError, PoolFullError
 from streamkv.names import validate_session_name
 from streamkv.outputs import Delta
 from streamkv.sampling_params import SamplingParams
@@ -65,6 +65,10 @@ def chat(
         Conversation(session, feeder, params, output).run()
 
 
+GOES_ON = (InputError, ConfigError, PoolFullError, AbsentBlockError)
+"""After these a person goes on otherwise: with another line, or in another mode."""
+
+
 class Conversation:
     """Turns of a person and answers of the model, one after the other.
 
@@ -102,7 +106,7 @@ class Conversation:
                 self._interrupted = True
                 self._output.note("\nStopped. Ctrl-C again or /quit leaves.")
                 lines = _typed_lines()
-            except InputError as error:
+            except GOES_ON as error:
                 if not interactive:
                     raise
                 self._output.note(f"error: {error}")

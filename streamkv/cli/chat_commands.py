@@ -7,7 +7,7 @@ from pathlib import Path
 from streamkv.cli.feed import Feeder
 from streamkv.cli.stats import show_stats, stats_as_json
 from streamkv.config import ATTENTIONS
-from streamkv.errors import InputError
+from streamkv.errors import ConfigError, InputError
 
 HELP = (
     ("/stats", "tokens, window and tiers"),
@@ -15,6 +15,7 @@ HELP = (
     ("/feed FILE", "read a file into the session, each file once"),
     ("/fork NAME", "make a second session that goes on from here by itself"),
     ("/rewind N", "forget all after the first N tokens; /stats says how many there are"),
+    ("/mode", "how the session attends"),
     ("/mode MODE", "attend by MODE from here on: window, recall or full"),
     ("/recalled", "what the last answer attended to besides the window"),
     ("/system", "how the session began"),
@@ -94,9 +95,17 @@ def _rewind(argument: str, feeder: Feeder) -> None:
 
 
 def _mode(argument: str, feeder: Feeder) -> None:
-    if not argument:
-        raise InputError("command", "/mode", "no mode", f"Write /mode {', '.join(ATTENTIONS)}.")
-    feeder.session.set_mode(argument)  # type: ignore[arg-type]  # checked there
+    if argument and argument not in ATTENTIONS:
+        remedy = f"Write /mode and one of {', '.join(ATTENTIONS)}."
+        raise InputError("command", f"/mode {argument}", "there is no such mode", remedy)
+    if argument:
+        try:
+            feeder.session.set_mode(argument)
+        except ConfigError as error:
+            if argument != "recall":
+                raise
+            remedy = "Leave, and begin the chat again with --recall-blocks 16."
+            raise InputError("command", "/mode recall", error.problem, remedy) from error
     feeder.output.note(f"The session is in mode {feeder.session.mode!r}.")
 
 

@@ -323,7 +323,8 @@ def test_a_mode_that_is_none_is_refused(engine: Engine, tiny_model_dir: Path) ->
     [
         ({"recall_blocks": 0}, "attention='recall'"),
         ({"recall_blocks": -1}, "recall_blocks=-1"),
-        ({"recall_stride": 65}, "recall_stride=65"),
+        ({"recall_stride": 65}, "recall_stride=65: not a multiple of 64. Use 64 or 128."),
+        ({"window_size": 128}, "window_size=192, or recall_blocks=0"),
         ({"recall_stride": 128}, "window_size=320"),
         ({"position_policy": "near"}, "position_policy='near'"),
         ({"retain": "window"}, "nothing is kept"),

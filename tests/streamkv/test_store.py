@@ -1,13 +1,15 @@
 """The directory that outlives an engine: made, refused, listed."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from streamkv import Engine
 from streamkv.config import EngineConfig
-from streamkv.errors import StoreError, StoreFormatError, StoreLockedError
+from streamkv.errors import ModelError, StoreError, StoreFormatError, StoreLockedError
 from streamkv.store import Store, blocks_path, journal_path, session_names
 from streamkv.tiers.spec import KVSpec
 
@@ -65,6 +67,20 @@ def test_one_process_opens_it_once(tmp_path: Path) -> None:
     again = Store.open(config(tmp_path), model())
     assert again is not None
     again.close()
+
+
+def test_a_store_in_use_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    nothing_yet = config(tmp_path / "new")
+    Store.require_free(nothing_yet)
+    assert not (tmp_path / "new").exists()
+    store = Store.open(config(tmp_path), model())
+    assert store is not None
+    with pytest.raises(StoreLockedError, match=f"is open in process {os.getpid()} .* --store"):
+        Engine("/no/such/model", config(tmp_path))
+    store.close()
+    Store.require_free(config(tmp_path))
+    with pytest.raises(ModelError):
+        Engine("/no/such/model", config(tmp_path))
 
 
 def test_other_weights_of_the_same_name_are_refused(tmp_path: Path) -> None:

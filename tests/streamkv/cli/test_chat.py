@@ -126,9 +126,8 @@ def test_two_slashes_begin_a_turn(run: Run, small: list[str]) -> None:
         ("/fork", "command='/fork': no name."),
         ("/fork a", "name='a': there is a session of this name."),
         ("/rewind", "command='/rewind': no number of tokens."),
-        ("/mode", "command='/mode': no mode."),
-        ("/mode recal", "mode='recal'"),
-        ("/mode recall", "mode='recall'"),
+        ("/mode recal", "command='/mode recal': there is no such mode."),
+        ("/mode recall", "command='/mode recall': the engine has no room for recalled blocks."),
         ("/rewind 5", "token_index=5: outside the stream."),
         ("/feed nowhere.txt", "file='nowhere.txt': No such file or directory."),
         ("a\udcff", "stdin='a\\udcff\\n': line 1 is not UTF-8."),
@@ -182,6 +181,25 @@ def test_a_mistake_at_the_prompt_does_not_end_the_chat(typed: Typed) -> None:
     assert ran.code == 0
     assert "error: command='/frob'" in ran.err
     assert len(ran.out) > len("> > > ")
+
+
+def test_a_mode_that_cannot_be_does_not_end_the_chat(run: Run, small: list[str]) -> None:
+    """What an option would help with is named by its option."""
+    lines = "hello\n/mode foo\n/mode recall\n/mode\n/mode full\nhello\n/mode\n"
+    ran = run("chat", "a", *small, *GREEDY, stdin=Prompt(lines))
+    assert ran.code == 0
+    assert "error: command='/mode foo': there is no such mode." in ran.err
+    assert "begin the chat again with --recall-blocks 16" in ran.err
+    assert ran.err.count("The session is in mode 'window'.") == 1
+    assert ran.err.count("The session is in mode 'full'.") == 2
+
+
+def test_a_stream_that_outgrows_the_pool_stays_at_the_prompt(run: Run, small: list[str]) -> None:
+    lines = f"{'hello there ' * 400}\n/mode full\n/mode\nhello\n"
+    ran = run("chat", "a", *small, *GREEDY, "--gpu-bytes", "500KiB", stdin=Prompt(lines))
+    assert ran.code == 0, ran.err
+    assert "error: mode 'full' needs room for" in ran.err
+    assert "The session is in mode 'window'." in ran.err
 
 
 def test_ctrl_c_twice_leaves_and_says_how_to_go_on(typed: Typed) -> None:
