@@ -183,7 +183,8 @@ class SessionOpener:
         if need > most:
             raise SessionError(
                 f"session {name!r} has recalled old blocks, up to {need} at once, and the engine "
-                f"has room for {most}. Open it with an engine with recall_blocks={need}."
+                f"has room for {most}. Open it with recall_blocks={need}; on the command line "
+                f"--recall-blocks {need}."
             )
 
     def _recall_log(self, name: str, journal: Journal | None, memory: MemoryPast) -> RecallLog:

@@ -13,9 +13,11 @@ from streamkv.tiers.usage import TierUsage
 
 def show_stats(stats: SessionStats, output: Output) -> None:
     """Print where a session stands."""
+    # Of a short stream the window shows the sink tokens, too.
+    newest = min(stats.num_window_tokens, stats.num_tokens - stats.num_sink_tokens)
     output.line(
         f"{stats.num_tokens:,} tokens; attended: {stats.num_sink_tokens:,} sink tokens and "
-        f"the newest {stats.num_window_tokens:,}"
+        f"the newest {newest:,}"
     )
     show_tiers(stats.tiers, output)
     show_digests(stats.digests, output)

@@ -33,6 +33,15 @@ def test_people_read_where_it_stands_and_what_happened(capsys: pytest.CaptureFix
     ]
 
 
+def test_sink_tokens_of_a_short_stream_are_not_counted_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short = dataclasses.replace(STATS, num_tokens=470, num_window_tokens=470)
+    show_stats(short, Output())
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "470 tokens; attended: 4 sink tokens and the newest 466"
+
+
 @pytest.mark.parametrize(
     ("digests", "shown"),
     [
