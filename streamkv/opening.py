@@ -178,8 +178,7 @@ class SessionOpener:
 
     def _check_recall(self, name: str, journal: Journal) -> None:
         """Raise unless the engine can go on with what the session has attended to."""
-        modes, most = journal.state.recall.modes(0), self._config.recall_blocks
-        need = max((mode.num_blocks for mode in modes if mode.mode == "recall"), default=0)
+        need, most = journal.state.recall.most_blocks, self._config.recall_blocks
         if need > most:
             raise SessionError(
                 f"session {name!r} has recalled old blocks, up to {need} at once, and the engine "

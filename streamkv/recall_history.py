@@ -81,6 +81,12 @@ class RecallHistory:
         """Whether blocks of the stream are named apart."""
         return any(mode.salt for mode in self.modes(0))
 
+    @property
+    def most_blocks(self) -> int:
+        """Old blocks that the stream has attended to at once, at most, in mode `recall`."""
+        modes = (mode for mode in self.modes(0) if mode.mode == "recall")
+        return max((mode.num_blocks for mode in modes), default=0)
+
     def modes(self, start: int) -> Iterator[ModeSet]:
         """Modes that begin at token `start` or later."""
         for place in range(bisect_left(self._mode_at, start), len(self._modes)):

@@ -98,6 +98,8 @@ def show(
             ("characters fed", f"{view.text_chars:,}"),
             ("window", f"{view.window_size:,} tokens"),
             ("sink tokens", f"{view.num_sink_tokens:,}"),
+            ("mode", view.mode),
+            ("needs", _needed(view)),
             ("stored up to token", f"{view.checkpoint_token_index:,}"),
             ("created", _date(view.created_s)),
             ("changed", _date(view.changed_s)),
@@ -106,6 +108,11 @@ def show(
         ]
     )
     output.json({"store": str(path), **_as_json(view)})
+
+
+def _needed(view: SessionView) -> str:
+    """Options without which an engine refuses a session."""
+    return f"--recall-blocks {view.recall_blocks} or more" if view.recall_blocks else "nothing"
 
 
 @with_engine

@@ -31,6 +31,8 @@ class SessionView:
         checkpoint_token_index: tokens whose KV a resume finds stored.
         created_s: seconds since 1970 (UTC).
         torn_bytes: bytes of an unfinished record at the end, which the next opener gives up.
+        mode: how it attends.
+        recall_blocks: that an engine must have room for to open it; 0 if it never recalled.
     """
 
     name: str
@@ -48,6 +50,8 @@ class SessionView:
     created_s: float = 0.0
     torn_bytes: int = 0
     digest_bytes: int = 0
+    mode: str = "window"
+    recall_blocks: int = 0
 
 
 def view_sessions(store: Path) -> Iterator[SessionView]:
@@ -74,7 +78,7 @@ def view_session(store: Path, name: str) -> SessionView:
         return SessionView(name, path, status.st_size, status.st_mtime, owner, problem=str(error))
     with journal:
         header, state = journal.header, journal.state
-        stored = state.last_checkpoint
+        stored, newest = state.last_checkpoint, state.recall.newest
         return SessionView(
             name=name,
             journal=path,
@@ -90,6 +94,8 @@ def view_session(store: Path, name: str) -> SessionView:
             created_s=header.created_s,
             torn_bytes=journal.torn_bytes,
             digest_bytes=_size(digests_path(store, name)),
+            mode=newest.mode if newest is not None else "window",
+            recall_blocks=state.recall.most_blocks,
         )
 
 

@@ -50,6 +50,21 @@ def test_sessions_are_listed_and_shown(
     assert "stored up to token" in run("session", "show", "a", *where).out
 
 
+def test_what_a_session_needs_to_be_opened_again_is_shown(
+    run: Run, small: list[str], where: list[str], book: Path
+) -> None:
+    recalling = ["--window", "192", "--recall-blocks", "3", "--attention", "recall"]
+    run("session", "feed", "a", book, *small, *recalling)
+    shown = run("session", "show", "a", *where, "--json").json
+    assert (shown["mode"], shown["recall_blocks"]) == ("recall", 3)
+    assert "--recall-blocks 3 or more" in run("session", "show", "a", *where).out
+    refused = run("session", "feed", "a", book, *small, "--window", "192")
+    assert refused.code == 2 and "on the command line --recall-blocks 3." in refused.err
+    run("session", "feed", "b", book, *small)
+    shown = run("session", "show", "b", *where, "--json").json
+    assert (shown["mode"], shown["recall_blocks"]) == ("window", 0)
+
+
 def test_an_unknown_session_is_2(run: Run, where: list[str]) -> None:
     ran = run("session", "show", "zz", *where)
     assert ran.code == 2
