@@ -34,7 +34,7 @@ quietly "${short_run[@]}"
 for tool in "${@:-memcheck}"; do
 	# Libraries try what a device may refuse: errors of the API alone say nothing.
 	watched=("$sanitizer" --tool "$tool" --error-exitcode 99 --target-processes application-only
-		--print-limit 20)
+		--print-limit 20 --launch-timeout 120)
 	[ "$tool" != memcheck ] || watched+=(--report-api-errors no)
 	quietly env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${watched[@]}" "${short_run[@]}" --eager
 	quietly "${watched[@]}" "${short_run[@]}"
