@@ -100,14 +100,14 @@ class Checkpointer:
         Args:
             old_blocks: to be stored with it.
         """
-        self._finish_or_log()
+        self.finish_or_log()
         self.begin(old_blocks)
-        self._finish_or_log()
+        self.finish_or_log()
 
     def after_step(self) -> None:
         """Journal a checkpoint that has been written, begin one that is due."""
         if self._pending is not None and self._pending[0].done():
-            self._finish_or_log()
+            self.finish_or_log()
         if self._pending is None and self._is_due():
             self.begin()
 
@@ -147,7 +147,29 @@ class Checkpointer:
         if gone := [index for index in range(first, end) if index not in live]:
             self._tiers.write_down(self._keys_of(gone[0], gone[-1] + 1))
 
-    def _finish_or_log(self) -> None:
+    def begin_with(self, open_block: Wanted | None) -> CheckpointTicket | None:
+        """Hand the window to the writer, and the open block with it, which no record names.
+
+        Returns:
+            What tells how it went; `None` if a checkpoint cannot be made now. `finish_or_log`
+            journals it.
+        """
+        if self._pending is not None:
+            if not self._pending[0].done():
+                return None
+            self.finish_or_log()
+        window = self._window_blocks()
+        if window is None:
+            return None
+        blocks = self._blocks(window)
+        if open_block is not None:
+            blocks.append(open_block)
+        self._begun_at, self._begun_s = window.token_index, time.monotonic()
+        ticket = self._tiers.checkpoint(self._name, blocks)
+        self._pending = (ticket, window)
+        return ticket
+
+    def finish_or_log(self) -> None:
         """A checkpoint that fails costs time at a resume, never tokens: the session goes on."""
         try:
             self.finish()
@@ -186,14 +208,14 @@ class Checkpointer:
         window = self._window_blocks()
         if window is None:
             return None
-        self._finish_or_log()
+        self.finish_or_log()
         table, blocks = self._sequence.table, self._blocks(window)
         open_index = window.token_index // self._sequence.block_size
         has_open = window.token_index < self._sequence.num_computed and open_index in table
         if has_open:
             blocks.append((open_key, table[open_index].block_id))
         self._pending = (self._tiers.checkpoint(self._name, blocks), window)
-        self._finish_or_log()
+        self.finish_or_log()
         return open_key if has_open and self._journaled is window else None
 
     def _window_blocks(self) -> WindowBlocks | None:

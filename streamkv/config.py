@@ -6,11 +6,12 @@ value and remedy; an option that does not exist raises `UnknownOptionError`.
 
 import dataclasses
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from streamkv.errors import ConfigError, UnknownOptionError
+from streamkv.errors import ConfigError, InputError, UnknownOptionError
 from streamkv.recalled import POSITION_POLICIES, PositionPolicy
 from streamkv.tiers.spec import BLOCK_SIZE
 
@@ -82,6 +83,20 @@ def require_int(field: str, value: object, minimum: int, maximum: int | None = N
         raise ConfigError(field, value, "out of range", f"Use a whole number {bound}.")
 
 
+def require_seconds(field: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is a number of seconds above 0, or `None`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):  # type: ignore[operator]
+        raise ConfigError(field, value, "not a number of seconds", "Use one above 0, or None.")
+
+
+def check_priority(priority: object) -> None:
+    """Raise `InputError` unless it is a priority."""
+    is_int = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_int or not -8 <= priority <= 8:  # type: ignore[operator]
+        raise InputError("priority", priority, "not a priority", "Use a whole number, -8 to 8.")
+
+
 def require_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if value not in choices:
@@ -125,6 +140,11 @@ class EngineConfig:
         checkpoint_tokens: tokens between checkpoints; `None`: after half a second of work, at the
             next full block, so that a resume computes about half a second anew.
         prefill_chunk: tokens of a feed that are computed in one step.
+        mixed_chunk: the same while other sessions are decoding, so that none of them waits long.
+        turn_tokens: where more sessions have work than the gpu pool has room for, tokens that each
+            computes before it gives way to the next.
+        sleep_after: seconds without work after which a session's blocks leave the gpu pool, though
+            no other session needs the room; `None`: only then.
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
@@ -156,6 +176,9 @@ class EngineConfig:
     on_pressure: OnPressure = "wait"
     checkpoint_tokens: int | None = None
     prefill_chunk: int = 512
+    mixed_chunk: int = 256
+    turn_tokens: int = 256
+    sleep_after: float | None = None
     num_threads: int | None = None
     compile: Literal["auto", "off"] = "auto"
     attention: Attention = "window"
@@ -194,6 +217,9 @@ class EngineConfig:
         if self.checkpoint_tokens is not None:
             require_int("checkpoint_tokens", self.checkpoint_tokens, BLOCK_SIZE)
         require_int("prefill_chunk", self.prefill_chunk, 1, 65536)
+        require_int("mixed_chunk", self.mixed_chunk, 1, 65536)
+        require_int("turn_tokens", self.turn_tokens, 1)
+        require_seconds("sleep_after", self.sleep_after)
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1, 1024)
         require_choice("trust_remote_code", self.trust_remote_code, (False, True))

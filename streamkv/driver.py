@@ -128,6 +128,7 @@ class _Run(Generic[T]):
     def see_through(self) -> None:
         """Wait for the step that was left behind when the wait for it was broken off."""
         if self._step is not None:
+            self._step.cancel()
             wait([self._step])
 
     def finish(self, ended_by: StreamKVError | None = None) -> None:
@@ -198,7 +199,7 @@ class Outputs(_Run[T], Iterator[T]):
         try:
             return future.result()
         except BaseException:
-            if not future.done():
+            if not future.done() and not future.cancel():
                 self._step = future
                 future.exception()
             raise
@@ -272,6 +273,8 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
         try:
             return await self._loop.waiter(future)
         except asyncio.CancelledError:
+            # What has not begun need not: it waits for the session to wake.
+            future.cancel()
             # However often it is cancelled: until then the step is about the session's tokens.
             while not future.done():
                 with contextlib.suppress(Exception, asyncio.CancelledError):

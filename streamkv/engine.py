@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from streamkv.config import EngineConfig, choose_dtype, parse_size
+from streamkv.admission import Admission
+from streamkv.config import EngineConfig, check_priority, choose_dtype, parse_size
 from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
@@ -19,6 +20,7 @@ from streamkv.device import (
     plan_memory,
 )
 from streamkv.digest_pages import DigestUsage
+from streamkv.entrance import Entrance
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.executor import Executor
 from streamkv.live import LiveStream
@@ -30,6 +32,7 @@ from streamkv.pool_room import PoolRoom
 from streamkv.session import Session
 from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
+from streamkv.sleepers import Sleepers
 from streamkv.step_loop import Call, StepLoop
 from streamkv.store import Store
 from streamkv.tiers.gpu_pool import GpuPool
@@ -68,9 +71,12 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
+        self._being_opened: set[str] = set()
         self._closed = False
         self._sharing = Sharing()
-        self._loop = StepLoop(None, self.config.prefill_chunk, self.config.num_threads)
+        self._loop = StepLoop(
+            None, self.config.prefill_chunk, self.config.num_threads, self.config.mixed_chunk
+        )
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
             # workers, and with more workers than processors none of them waits awake any more.
@@ -147,18 +153,26 @@ class Engine:
             room = PoolRoom(self._gpu_pool.num_blocks)
             full = make_full(self._adapter, self._gpu_pool, self._tiers, room, self.config)
             self._executor = Executor(metered, self._tiers, recaller, full)
-            self._loop.drive(self._executor)
+            sleepers = self._make_sleepers(room)
+            self._loop.drive(self._executor, sleepers)
             self._opener = SessionOpener(
                 self.config,
                 self._adapter,
                 self._tokenizer,
                 self._executor,
                 self._tiers,
-                room,
+                Entrance(room, self._loop, sleepers),
                 self._store,
                 self._sharing,
             )
             opened.pop_all()
+
+    def _make_sleepers(self, room: PoolRoom) -> Sleepers | None:
+        """What puts sessions to sleep; `None` if no tier could keep their blocks."""
+        has_tier = self._store is not None or self._cpu_pool.num_blocks > 0
+        if self.config.retain == "none" or not has_tier:
+            return None
+        return Sleepers(Admission(room, self.config.turn_tokens), self.config.sleep_after)
 
     def _ssd_tier(self) -> SsdTier | None:
         """What lies below the cpu pool."""
@@ -191,6 +205,7 @@ class Engine:
         system: str | None = None,
         tenant: str | None = None,
         shared_prompt: bool = False,
+        priority: int = 0,
     ) -> Session:
         """Open a session: it resumes if it exists, else it is created.
 
@@ -203,6 +218,8 @@ class Engine:
                 session; a different one later is refused.
             shared_prompt: the system prompt is no secret: its blocks are shared with every session
                 that was opened so, of any tenant or none.
+            priority: from -8 to 8. Where not all sessions have room, higher ones come first; of two
+                that compute all the time one with 1 more gets twice the tokens. Not kept.
 
         Raises:
             InputError: not a name, a system prompt too long to keep, no name of a tenant, or a
@@ -214,18 +231,28 @@ class Engine:
         """
         validate_session_name(name)
         sharers = Sharers(tenant, shared_prompt)
+        check_priority(priority)
         with self._lock:
             self._require_open()
-            if name in self._sessions:
+            if name in self._sessions or name in self._being_opened:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
-            live = self._opener.open(name, system, sharers)
-            return self._opened(live)
+            self._being_opened.add(name)
+        try:
+            # Without the lock: it may have to wait until other sessions have made room.
+            live = self._opener.open(name, system, sharers, priority)
+            with self._lock:
+                if self._closed:
+                    live.sleep()
+                self._require_open()
+                return self._opened(live)
+        finally:
+            self._being_opened.discard(name)
 
     def _fork(self, live: LiveStream, name: str) -> Session:
         validate_session_name(name)
         with self._lock:
             self._require_open()
-            if name in self._sessions:
+            if name in self._sessions or name in self._being_opened:
                 raise name_is_taken(name)
             # After the engine's lock: the engine's end waits for the intake while it has that.
             with live.intake.lock:
@@ -268,10 +295,14 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""
-        counted = self._executor.counters() | self._sharing.counters()
+        counted = self._executor.counters() | self._sharing.counters() | self._loop.counters()
         if self._store is not None:
             counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}
         return counted
+
+    def session_states(self) -> dict[str, int]:
+        """How many open sessions are awake, asleep, waiting for room, and on the way."""
+        return self._loop.session_states(len(self._sessions))
 
     def close(self) -> None:
         """Put every session to sleep and release everything. Closing twice is allowed."""

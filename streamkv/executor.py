@@ -180,6 +180,24 @@ class Executor:
         if self.full is not None:
             self.full.forget(sequence)
 
+    def fall_asleep(self, sequence: Sequence) -> None:
+        """Give back the old blocks of a sequence whose window leaves the gpu pool.
+
+        Raises:
+            JournalError: what was chosen could not be written; nothing has changed.
+        """
+        if self.recaller is not None:
+            self.recaller.fall_asleep(sequence)
+
+    def wake(self, sequence: Sequence) -> None:
+        """Bring back the old blocks of a sequence whose window is there again.
+
+        Raises:
+            PoolFullError: the gpu pool has no room.
+        """
+        if self.recaller is not None:
+            self.recaller.wake(sequence)
+
     def prepare(self, batch: Batch) -> None:
         """Allocate the blocks that the batch writes.
 

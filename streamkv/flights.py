@@ -143,6 +143,10 @@ class Flights:
             return False
         return any(_goes_on(row) for row in self._under_way[-1][1])
 
+    def is_flying(self, sequence: Sequence) -> bool:
+        """Whether a step of a sequence is under way."""
+        return any(row.step.sequence is sequence for _, rows in self._under_way for row in rows)
+
     @property
     def num_awaited(self) -> int:
         """Rows of the newest step that nobody has asked for yet."""

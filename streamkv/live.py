@@ -22,6 +22,7 @@ from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.sharing import Sharing
+from streamkv.sleeping import Sleeper
 from streamkv.store import Store, delete_digests
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
@@ -52,6 +53,7 @@ class LiveStream:
         spec: layout of the model's blocks.
         prefill_chunk: tokens of a feed computed in one step.
         resumed: the session existed before.
+        sleeper: how its blocks leave the gpu pool and come back; `None` where they cannot.
     """
 
     name: str
@@ -70,6 +72,7 @@ class LiveStream:
     spec: KVSpec
     prefill_chunk: int
     resumed: bool
+    sleeper: Sleeper | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -103,8 +106,13 @@ class LiveStream:
         shown = reason.value if reason else "abandoned"
         self.intake.end_turn({"reason": shown, "seed": params.seed})
 
-    def stats(self) -> SessionStats:
-        """Where the session stands."""
+    def stats(self, state: str = "awake", queue_position: int | None = None) -> SessionStats:
+        """Where the session stands.
+
+        Args:
+            state: where its blocks are.
+            queue_position: its place among those that wait for room.
+        """
         sequence = self.sequence
         window = sequence.window
         return SessionStats(
@@ -119,6 +127,8 @@ class LiveStream:
             counters=self.executor.counters() | self.sharing.counters(),
             num_reused=self.reuse.num_tokens,
             digests=self.executor.digest_usage(),
+            state=state,
+            queue_position=queue_position,
         )
 
     def set_mode(self, mode: Attention, recall_blocks: int | None) -> None:
@@ -225,18 +235,37 @@ class LiveStream:
         with self.intake.lock:
             self.intake.close()
             try:
-                # Else a resume would compute it anew, in a chunk, which rounds otherwise than a
-                # decode step did.
-                self.executor.count_written_head(self.sequence)
+                if not self.is_asleep:
+                    # Else a resume would compute it anew, in a chunk, which rounds otherwise than a
+                    # decode step did.
+                    self.executor.count_written_head(self.sequence)
                 if self.journal is not None and self.checkpointer is not None:
                     self._store_all(self.journal, self.checkpointer)
             finally:
                 self.executor.close(self.sequence)
                 if self.journal is not None:
                     self.journal.close()
+                elif self.is_asleep:
+                    self.tiers.forget(self.name)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the blocks are in the tiers below."""
+        return self.sleeper is not None and self.sleeper.asleep is not None
+
+    def recompute(self) -> None:
+        """Have the window computed anew; nothing of it is live or under way."""
+        self.recovery().rewind()
+        self.executor.rewind(self.sequence)
 
     def _store_all(self, journal: Journal, checkpointer: Checkpointer) -> None:
-        partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
+        if self.sleeper is not None and self.sleeper.asleep is not None:
+            # All of it was stored when it fell asleep.
+            open_block = self.sleeper.asleep.open_block
+            partial = open_block[1] if open_block is not None else None
+            checkpointer.finish_or_log()
+        else:
+            partial = checkpointer.finish_with_open_block(open_block_key(self.name, self.sequence))
         try:
             self.executor.before_checkpoint(self.sequence)
             journal.append(Closed(self.sequence.num_computed, partial or b""))

@@ -5,11 +5,14 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 """
 
 import hashlib
+import itertools
+import threading
 import time
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
 from streamkv.digest_file import DigestFile, copy_digests
+from streamkv.entrance import Entrance
 from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
 from streamkv.executor import Executor
 from streamkv.forking import share_blocks
@@ -19,12 +22,12 @@ from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
-from streamkv.pool_room import PoolRoom
 from streamkv.recall_log import RecallLog
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
 from streamkv.sharing import PRIVATE, Sharers, Sharing, salting_of
 from streamkv.sizing import blocks_of_session
+from streamkv.sleeping import Sleeper
 from streamkv.store import Store, delete_digests
 from streamkv.tiers.keys import root_key
 from streamkv.tiers.manager import TierManager
@@ -39,7 +42,7 @@ class SessionOpener:
         config: the engine's options.
         adapter, tokenizer: the model and what reads its texts.
         executor, tiers: what runs the sequences and owns their blocks.
-        room: of the pool that sessions share.
+        entrance: where sessions have room in the pool that they share.
         store: where sessions last; `None` if they do not.
         sharing: the engine's cost gate and counts.
     """
@@ -51,7 +54,7 @@ class SessionOpener:
         tokenizer: Tokenizer,
         executor: Executor,
         tiers: TierManager,
-        room: PoolRoom,
+        entrance: Entrance,
         store: Store | None,
         sharing: Sharing,
     ) -> None:
@@ -60,13 +63,16 @@ class SessionOpener:
         self._tokenizer = tokenizer
         self._executor = executor
         self._tiers = tiers
-        self._room = room
+        self._entrance = entrance
         self._store = store
         self._sharing = sharing
-        self._num_opened = 0
+        self._ids = itertools.count(1)
+        self._building = threading.Lock()
 
-    def open(self, name: str, system: str | None, asked: Sharers = PRIVATE) -> LiveStream:
-        """The live stream of a session, new or resumed.
+    def open(
+        self, name: str, system: str | None, asked: Sharers = PRIVATE, priority: int = 0
+    ) -> LiveStream:
+        """The live stream of a session, new or resumed; one that is resumed waits for room.
 
         Raises:
             ConfigError: a system prompt too long to keep.
@@ -74,6 +80,7 @@ class SessionOpener:
             SessionError: created with another system prompt, another model or other sharers, or it
                 recalls more than the engine has room for.
             PoolFullError: no room for another window.
+            EngineClosedError: the engine was closed while this waited.
             JournalError, StoreError: its files cannot be read or written.
         """
         journal = self._existing_journal(name, system)
@@ -83,10 +90,14 @@ class SessionOpener:
                 asked.check(name, journal.header)
                 self._check_recall(name, journal)
             header = journal.header if journal is not None else self._new_header(system, asked)
-            self._reserve(name, header.num_sink_tokens, header.window_size)
+            need = self._blocks_of(header.num_sink_tokens, header.window_size)
+            self._entrance.enter(name, need, priority, has_blocks=resumed)
             if journal is None and self._store is not None:
                 journal = Journal.create(self._store.journal_path(name), header)
-            live = self._build_live(name, journal, header, resumed)
+            with self._building:
+                live = self._build_live(name, journal, header, resumed, need)
+            live.sequence.priority = priority
+            self._let_sleep(live)
             if live.sequence.num_tokens == 0 and live.intake.text_chars == 0:
                 live.intake.begin(self._opening_ids(system))
             return live
@@ -109,13 +120,19 @@ class SessionOpener:
         if self._store is not None and self._store.journal_path(name).exists():
             raise name_is_taken(name)
         journal: Journal | None = None
-        self._num_opened += 1
-        sequence = live.sequence.copy(self._num_opened)
+        sequence = live.sequence.copy(next(self._ids))
         try:
-            self._reserve(
-                name, live.created_window.num_sink_tokens, live.sequence.window.window_size
+            need = self._blocks_of(
+                live.created_window.num_sink_tokens, live.sequence.window.window_size
             )
-            share_blocks(live.sequence, sequence, self._tiers)
+            is_awake = self._entrance.enter(name, need, sequence.priority, has_blocks=False)
+            if is_awake:
+                share_blocks(live.sequence, sequence, self._tiers)
+            elif self._executor.attention(live.sequence) != "window":
+                raise PoolFullError(
+                    f"no room in the gpu pool for session {name!r}, which attends to old blocks. "
+                    "Close a session, or open the engine with a larger gpu_bytes."
+                )
             if live.journal is not None and self._store is not None:
                 journal = live.journal.fork(self._store.journal_path(name))
                 if self._config.recall_blocks > 0:
@@ -125,9 +142,10 @@ class SessionOpener:
             log = self._recall_log(name, journal, memory)
             self._executor.fork(live.sequence, sequence, log)
             forked = self._assemble(
-                name, sequence, live.created_window, journal, memory, log, resumed=False
+                name, sequence, live.created_window, journal, memory, log, False, need
             )
             live.intake.fork_into(forked.intake)
+            self._let_sleep(forked, None if is_awake else live.sequence)
         except BaseException:
             self._executor.close(sequence)
             self.release(name)
@@ -136,13 +154,13 @@ class SessionOpener:
             if self._store is not None:
                 delete_digests(self._store.path, name)
             raise
-        if forked.checkpointer is not None:
+        if forked.checkpointer is not None and is_awake:
             forked.checkpointer.write_now()
         return forked
 
     def release(self, name: str) -> None:
         """Give back the room of a session."""
-        self._room.release(name)
+        self._entrance.leave(name)
 
     def _existing_journal(self, name: str, system: str | None) -> Journal | None:
         if self._store is None or not self._store.journal_path(name).exists():
@@ -226,19 +244,39 @@ class SessionOpener:
             num_shared_tokens=asked.num_shared(num_opening),
         )
 
-    def _reserve(self, name: str, num_sink_tokens: int, window_size: int) -> None:
-        """Count the blocks that the session may need against the pool."""
-        spec = self._adapter.spec
-        need = blocks_of_session(self._config, spec, num_sink_tokens, window_size)
-        if not self._room.reserve(name, need):
-            raise PoolFullError(
-                f"session {name!r} needs room for {need} blocks, {self._room.num_free} of "
-                f"{self._room.num_blocks} are left. Close a session, or open the engine with a "
-                "larger max_sessions or gpu_bytes."
-            )
+    def _blocks_of(self, num_sink_tokens: int, window_size: int) -> int:
+        """Blocks that a session may need at once."""
+        return blocks_of_session(self._config, self._adapter.spec, num_sink_tokens, window_size)
+
+    def _let_sleep(self, live: LiveStream, source: Sequence | None = None) -> None:
+        """The session is open: its blocks may leave the gpu pool from now on.
+
+        Args:
+            live: the session.
+            source: what it is a fork of, if it begins asleep.
+        """
+        if not self._entrance.can_sleep:
+            return
+        sleeper = Sleeper(
+            live.name,
+            live.sequence,
+            self._tiers,
+            self._executor,
+            live.checkpointer,
+            live.recompute,
+        )
+        live.sleeper = sleeper
+        if source is not None:
+            sleeper.begin_asleep_as(source)
+        self._entrance.opened(live.name, live.sequence, sleeper)
 
     def _build_live(
-        self, name: str, journal: Journal | None, header: SessionHeader, resumed: bool
+        self,
+        name: str,
+        journal: Journal | None,
+        header: SessionHeader,
+        resumed: bool,
+        num_blocks: int,
     ) -> LiveStream:
         adapter = self._adapter
         sinks = ((0, header.num_sink_tokens),) if header.num_sink_tokens else ()
@@ -246,13 +284,12 @@ class SessionOpener:
         fewest_left = journal.state.fewest_left if journal is not None else None
         salting = salting_of(header, adapter.spec.block_size, fewest_left)
         root = root_key(adapter.fingerprint, adapter.spec, adapter.rope_identity, salting.root_salt)
-        self._num_opened += 1
-        sequence = Sequence(self._num_opened, window, adapter.spec.block_size, root, salting)
+        sequence = Sequence(next(self._ids), window, adapter.spec.block_size, root, salting)
         memory = MemoryPast()
         log = self._recall_log(name, journal, memory)
         try:
             self._executor.open(sequence, log, window)
-            live = self._assemble(name, sequence, window, journal, memory, log, resumed)
+            live = self._assemble(name, sequence, window, journal, memory, log, resumed, num_blocks)
             if journal is not None and resumed:
                 self._recover(live, journal)
             self._executor.resume(sequence, self._config.attention)
@@ -270,6 +307,7 @@ class SessionOpener:
         memory: MemoryPast,
         log: RecallLog,
         resumed: bool,
+        num_blocks: int,
     ) -> LiveStream:
         adapter, config, tokenizer = self._adapter, self._config, self._tokenizer
         checkpointer = None
@@ -306,7 +344,7 @@ class SessionOpener:
                 self._tiers,
                 self._executor,
                 self._sharing,
-                self._room.promised(name),
+                num_blocks,
                 adapter.spec.block_bytes,
             ),
             sharing=self._sharing,

@@ -39,6 +39,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Run a function on the engine's thread, between two steps."""
+    """Run a function on the engine's thread, between two steps.
+
+    Attributes:
+        function: to be run; the future's result is what it returns.
+        sequence: that is to be awake then; `None`: none needs to be.
+        is_aside: it touches no blocks, so that it need not wait for steps under way.
+    """
 
     function: Callable[[], object]
+    sequence: Sequence | None = None
+    is_aside: bool = False

@@ -140,6 +140,9 @@ class SessionStats:
         counters: promotions, demotions, evictions, misses and the like, by name.
         num_reused: tokens of this session, since it was opened, whose blocks were stored already.
         digests: bytes of the digests by which old blocks are chosen, all sessions together.
+        state: `awake`: its blocks are in the gpu pool; `asleep`: below; `waiting` for room;
+            `waking` or `leaving`: on the way.
+        queue_position: its place among those that wait, 1 for the next.
     """
 
     name: str
@@ -153,3 +156,5 @@ class SessionStats:
     counters: dict[str, int] = field(default_factory=dict)
     num_reused: int = 0
     digests: DigestUsage = field(default_factory=DigestUsage)
+    state: str = "awake"
+    queue_position: int | None = None

@@ -317,6 +317,35 @@ class Recaller:
         if stream is not None and not sequence.attends_to_all:
             self.installer.install(sequence, stream, Known(()))
 
+    def fall_asleep(self, sequence: Sequence) -> None:
+        """Give back what is recalled, to be brought back by `wake`.
+
+        Raises:
+            JournalError: a choice could not be written; nothing has changed.
+        """
+        stream = self._streams.get(sequence)
+        if stream is None:
+            return
+        for _, _, choosing in stream.unwritten:
+            self.chooser.awaited(choosing)
+        stream.write()
+        self.give_back(sequence)
+
+    def wake(self, sequence: Sequence) -> None:
+        """Recall again what was recalled.
+
+        Raises:
+            PoolFullError: the gpu pool has no room.
+        """
+        stream = self._streams.get(sequence)
+        if stream is None or not stream.is_on or sequence.attends_to_all:
+            return
+        in_force = stream.log.history.choice_at(sequence.num_computed)
+        if in_force is not None:
+            attended = dict(stream.attended)
+            self.installer.install(sequence, stream, Known(in_force.blocks))
+            stream.attended = attended
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended; it holds nothing any more."""
         stream = self._streams.pop(sequence, None)

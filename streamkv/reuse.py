@@ -81,6 +81,14 @@ class PrefixReuse:
         self._block_bytes = block_bytes
         self.num_tokens = 0
 
+    def hold(self) -> None:
+        """Blocks are read for the sequence that are not live yet: it must not sleep."""
+        self._sequence.holds += 1
+
+    def release(self) -> None:
+        """They are live, or given back."""
+        self._sequence.holds -= 1
+
     def find(self, accept_more: Callable[[], bool] = lambda: False) -> Run | None:
         """A run of blocks that is stored, and sooner read than computed. Moves nothing.
 
@@ -275,6 +283,7 @@ class Taking:
         self._reuse.give_back(unwanted)
 
     def __enter__(self) -> Self:
+        self._reuse.hold()
         return self
 
     def __exit__(
@@ -288,3 +297,4 @@ class Taking:
             while self._under_way:
                 self._reuse.abandon(self._under_way.popleft())
             self._reuse.give_back(self._held)
+        self._reuse.release()

@@ -1,9 +1,13 @@
-"""Whose turn it is: sequences that have work take turns, one step each. Pure, no clock.
+"""What the next step computes: fair shares of sequences that have work. Pure, no clock.
 
-A *work item* is a run of pending tokens to compute, and what is wanted from it. A step takes, in
-the order of the queue, items whose next part is one token, and one longer part. A long feed is cut
-into prefill chunks and goes to the back of the queue after each, so that it never stalls a decode
-for longer than one chunk.
+A *work item* is a run of pending tokens to compute, and what is wanted from it. A step takes items
+whose next part is one token, and one longer part, a chunk of a feed. A long feed is cut into chunks
+and waits for its turn again after each; while others are decoding its chunks are shorter, so that
+none of them waits for longer than a short one.
+
+Where not all have room in a step, those come first that have been served least, counted in tokens
+over `2 ** priority`: of two sequences that both have work all the time one with priority 1 gets
+twice the tokens of one with 0, and none gets none. Who had nothing to do has nothing saved up.
 """
 
 from collections import deque
@@ -12,6 +16,10 @@ from dataclasses import dataclass
 from streamkv.batch import SequenceStep, Wanted
 from streamkv.sampling_params import SamplingParams
 from streamkv.sequence import Sequence
+
+STEPS_REMEMBERED = 3
+"""For so many steps after its last one a sequence still counts as decoding: its caller may be about
+to ask for the next token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,16 +40,20 @@ class Work:
 
 
 class Scheduler:
-    """Round robin over work items.
+    """Shares steps among work items.
 
     Args:
         prefill_chunk: tokens of one sequence in one step, at most.
+        mixed_chunk: the same while other sequences are decoding; by default no fewer.
     """
 
-    def __init__(self, prefill_chunk: int) -> None:
+    def __init__(self, prefill_chunk: int, mixed_chunk: int | None = None) -> None:
         self.prefill_chunk = prefill_chunk
+        self.mixed_chunk = min(prefill_chunk, mixed_chunk or prefill_chunk)
         self._queue: deque[Work] = deque()
         self._queued: set[Sequence] = set()
+        self._steps_since_decode = STEPS_REMEMBERED
+        self._served = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -49,34 +61,70 @@ class Scheduler:
     def add(self, work: Work) -> None:
         """Queue a work item. One sequence has at most one."""
         assert work.sequence not in self._queued
+        work.sequence.served = max(work.sequence.served, self._served)
         self._queued.add(work.sequence)
         self._queue.append(work)
 
-    def schedule(self, max_sequences: int = 1) -> list[tuple[Work, SequenceStep]]:
-        """Take the next step's work items out of the queue, at most so many."""
-        taken: list[tuple[Work, SequenceStep]] = []
-        left: deque[Work] = deque()
-        has_chunk = False
-        for work in self._queue:
-            if len(taken) == max_sequences:
-                left.append(work)
-                continue
-            step = self._next_step(work)
-            if step.query_len > 1 and has_chunk:
-                left.append(work)
-                continue
-            has_chunk = has_chunk or step.query_len > 1
-            taken.append((work, step))
-            self._queued.discard(work.sequence)
-        self._queue = left
-        return taken
+    def schedule(
+        self, max_sequences: int = 1, *, others_decode: bool = False
+    ) -> list[tuple[Work, SequenceStep]]:
+        """Take the next step's work items out of the queue, at most so many.
 
-    def _next_step(self, work: Work) -> SequenceStep:
+        Args:
+            max_sequences: of the step.
+            others_decode: sequences that are not queued have a token in this step.
+        """
+        decoding = [work for work in self._queue if self._is_single(work)]
+        self._steps_since_decode += 1
+        if decoding or others_decode:
+            self._steps_since_decode = 0
+        chunk = self.prefill_chunk
+        if self._steps_since_decode < STEPS_REMEMBERED:
+            chunk = self.mixed_chunk
+        taken = self._choose(max_sequences, decoding)
+        if not taken:
+            return []
+        if len(taken) == len(self._queue):
+            self._queue.clear()
+        else:
+            gone = {id(work) for work in taken}
+            self._queue = deque(work for work in self._queue if id(work) not in gone)
+        self._served = min(work.sequence.served for work in taken)
+        found = []
+        for work in taken:
+            self._queued.discard(work.sequence)
+            step = self._next_step(work, chunk)
+            work.sequence.served += step.query_len / 2.0**work.sequence.priority
+            found.append((work, step))
+        return found
+
+    def _choose(self, max_sequences: int, decoding: list[Work]) -> list[Work]:
+        """Who takes part, in the order of the queue."""
+        longer = [work for work in self._queue if not self._is_single(work)]
+        first = min(longer, key=_served_so_far, default=None)
+        rivals = {id(work) for work in decoding} | {id(first)}
+        if len(rivals) < len(self._queue):
+            found = [work for work in self._queue if id(work) in rivals]
+        else:
+            found = list(self._queue)
+        if len(found) <= max_sequences:
+            return found
+        # A chunk competes like everyone else, so that neither it nor a decode is left out for ever.
+        chosen = {id(work) for work in sorted(found, key=_served_so_far)[:max_sequences]}
+        return [work for work in found if id(work) in chosen]
+
+    def _is_single(self, work: Work) -> bool:
+        if work.num_tokens == 1:
+            return True
+        # A boundary may leave one token of a longer part.
+        return self._next_step(work, self.mixed_chunk).query_len == 1
+
+    def _next_step(self, work: Work, chunk: int) -> SequenceStep:
         # Cut at absolute multiples: a feed and its replay after a crash compute the same chunks.
-        room = self.prefill_chunk - work.sequence.num_computed % self.prefill_chunk
+        room = chunk - work.sequence.num_computed % chunk
         # Fed by whole chunks, a stream is always one token behind: no step for that one alone.
         if room < min(work.num_tokens, work.sequence.block_size):
-            room = self.prefill_chunk
+            room = chunk
         if (boundary := work.sequence.next_boundary) is not None:
             room = min(room, boundary - work.sequence.num_computed)
         query_len = min(work.num_tokens, room)
@@ -99,9 +147,21 @@ class Scheduler:
             self._queue.remove(work)
             self._queued.discard(work.sequence)
 
+    def take_back(self, sequence: Sequence) -> Work | None:
+        """Take the work item of a sequence out of the queue, if there is one."""
+        if sequence not in self._queued:
+            return None
+        work = next(work for work in self._queue if work.sequence is sequence)
+        self.remove(work)
+        return work
+
     def drain(self) -> list[Work]:
         """Remove and return everything that is queued."""
         works = list(self._queue)
         self._queue.clear()
         self._queued.clear()
         return works
+
+
+def _served_so_far(work: Work) -> float:
+    return work.sequence.served

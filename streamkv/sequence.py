@@ -71,6 +71,9 @@ class Sequence:
         look_back: tokens before the end, and up to a block's more, that may be computed again: what
             they see stays live.
         root_key: root of the chain of block keys.
+        priority: of two sequences with work, one with 1 more gets twice the tokens.
+        holds: who has blocks in hand that are about to become live, or are being looked at.
+        served: tokens of its steps over 2 ** priority, on the scheduler's scale.
         attends_to_all: every block of the stream is recalled, and none is chosen.
         salting: where the salt enters it.
     """
@@ -98,6 +101,9 @@ class Sequence:
         self.attends_to_all = False
         self.keys: BlockKeys | None = None
         self.look_back = 0
+        self.priority = 0
+        self.holds = 0
+        self.served = 0.0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -347,6 +353,7 @@ class Sequence:
         copied.recall_boundary, copied.recall_salt = self.recall_boundary, self.recall_salt
         copied.keys = self.keys.copy() if self.keys is not None else None
         copied.look_back = self.look_back
+        copied.priority = self.priority
         return copied
 
     def restore_open(self, num_computed: int) -> None:

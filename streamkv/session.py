@@ -7,6 +7,7 @@ journaled before it counts as accepted; a sampled token is journaled before it i
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -91,7 +92,8 @@ class Session:
         """
         require_choice("mode", mode, ATTENTIONS)
         sequence = self._live.sequence
-        steps = self._turns.set_mode(mode, recall_blocks, lambda: self._loop.settle(sequence))
+        held = partial(self._loop.held, sequence, awake=True)
+        steps = self._turns.set_mode(mode, recall_blocks, held)
         self._outputs(steps, "set_mode").run()
 
     def attended(self) -> list[Attended]:
@@ -241,7 +243,8 @@ class Session:
 
     def stats(self) -> SessionStats:
         """Where the session stands; may be called at any time."""
-        return self._live.stats()
+        state, position = self._loop.status(self._live.sequence)
+        return self._live.stats(state, position)
 
     def delete(self) -> None:
         """Close the session and remove its journal and its blocks."""
@@ -285,8 +288,8 @@ class Session:
         """Call a function on this thread while nothing of the session is under way."""
 
         def steps() -> Steps:
-            self._loop.settle(self._live.sequence)
-            function()
+            with self._loop.held(self._live.sequence, awake=True):
+                function()
             yield from ()
 
         self._outputs(steps(), what).run()
@@ -334,12 +337,12 @@ class Session:
         ended = f"session {self.name!r} is closed. Open it again with engine.session()."
         self._gate.end(SessionError(ended))
         self._closed = True
-        self._loop.settle(self._live.sequence)
         try:
-            if delete:
-                self._live.delete()
-            else:
-                self._live.sleep()
+            with self._loop.held(self._live.sequence, awake=False):
+                if delete:
+                    self._live.delete()
+                else:
+                    self._live.sleep()
         finally:
             self._on_close(self)
 

@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch
 
+from streamkv.admission import State
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.errors import EngineClosedError
 from streamkv.flights import Flights, Job
@@ -21,6 +23,7 @@ from streamkv.mailbox import Mailbox
 from streamkv.operations import Call, Compute
 from streamkv.scheduler import Scheduler, Work
 from streamkv.sequence import Sequence
+from streamkv.sleepers import Sleepers
 
 __all__ = ["Call", "Compute", "StepExecutor", "StepLoop"]
 
@@ -58,16 +61,22 @@ class StepLoop:
         executor: what a step does; may be given later, by `drive`, to be made on the thread.
         prefill_chunk: tokens of one sequence in one step, at most.
         num_threads: torch threads of the step, or `None`.
+        mixed_chunk: tokens of one sequence in a step in which others decode.
     """
 
     def __init__(
-        self, executor: StepExecutor | None, prefill_chunk: int, num_threads: int | None = None
+        self,
+        executor: StepExecutor | None,
+        prefill_chunk: int,
+        num_threads: int | None = None,
+        mixed_chunk: int | None = None,
     ) -> None:
         self._given_executor: StepExecutor | None = None
         self._given_flights: Flights | None = None
+        self._sleepers: Sleepers | None = None
         self._has_idle_work = False
         self._notify_at = 1
-        self._scheduler = Scheduler(prefill_chunk)
+        self._scheduler = Scheduler(prefill_chunk, mixed_chunk)
         self._num_threads = num_threads
         self._jobs: dict[Work, Job] = {}
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
@@ -91,9 +100,10 @@ class StepLoop:
         assert self._given_flights is not None, "a step before there is an executor"
         return self._given_flights
 
-    def drive(self, executor: StepExecutor) -> None:
-        """Take steps with `executor` from now on."""
+    def drive(self, executor: StepExecutor, sleepers: Sleepers | None = None) -> None:
+        """Take steps with `executor` from now on, of sessions that `sleepers` puts to sleep."""
         self._given_executor = executor
+        self._sleepers = sleepers
         self._has_idle_work = True
         self._given_flights = Flights(executor, self._counted, self._deliver, self._fail)
 
@@ -145,6 +155,73 @@ class StepLoop:
         with contextlib.suppress(EngineClosedError):
             wait([self.submit(Call(lambda: self._flights.forget(sequence)))])
 
+    @contextlib.contextmanager
+    def held(self, sequence: Sequence, *, awake: bool) -> Iterator[None]:
+        """Keep the engine's thread from a sequence, of which nothing is under way.
+
+        It stays as it is, awake or asleep, for as long as the context lasts.
+
+        Args:
+            sequence: it.
+            awake: have it woken first, and wait for that.
+
+        Raises:
+            PoolFullError: it is to be awake, and there will be no room.
+            Exception: whatever keeps it from waking.
+        """
+        is_held = False
+        try:
+            with contextlib.suppress(EngineClosedError):
+                if awake:
+                    self.submit(Call(lambda: self._hold(sequence), sequence)).result()
+                else:
+                    held: Future[None] = Future()
+                    self.submit(Call(lambda: self._hold_as_it_is(sequence, held))).result()
+                    held.result()
+                is_held = True
+            yield
+        finally:
+            if is_held:
+                with contextlib.suppress(EngineClosedError):
+                    self.submit(Call(lambda: self._release(sequence), is_aside=True))
+
+    def status(self, sequence: Sequence) -> tuple[str, int | None]:
+        """Whether a session is awake, asleep or on its way, and its place in the queue."""
+        return self._sleepers.status(sequence) if self._sleepers is not None else ("awake", None)
+
+    def session_states(self, num_open: int) -> dict[str, int]:
+        """How many of `num_open` open sessions are in each state."""
+        if self._sleepers is not None:
+            return self._sleepers.count()
+        return {state.value: num_open * (state is State.AWAKE) for state in State}
+
+    def counters(self) -> dict[str, int]:
+        """How often sessions fell asleep and woke, since the start."""
+        sleepers = self._sleepers
+        return {
+            "sessions_slept": sleepers.num_slept if sleepers is not None else 0,
+            "sessions_woken": sleepers.num_woken if sleepers is not None else 0,
+        }
+
+    def _hold(self, sequence: Sequence) -> None:
+        self._flights.forget(sequence)
+        if self._sleepers is not None:
+            self._sleepers.hold(sequence)
+
+    def _hold_as_it_is(self, sequence: Sequence, held: "Future[None]") -> None:
+        def hold() -> None:
+            self._hold(sequence)
+            held.set_result(None)
+
+        if self._sleepers is None:
+            hold()
+        else:
+            self._sleepers.when_settled(sequence, hold)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self._sleepers is not None:
+            self._sleepers.release(sequence)
+
     def close(self) -> None:
         """Finish the step in hand, fail what waits with `EngineClosedError`, end the thread."""
         with self._condition:
@@ -161,6 +238,8 @@ class StepLoop:
         )
         try:
             while self._receive():
+                if self._sleepers is not None:
+                    self._sleepers.advance(self._may_leave, self._interrupt)
                 self._take_step()
                 self._wake_all()
             if self._given_flights is not None:
@@ -208,15 +287,10 @@ class StepLoop:
         return True
 
     def _carry_out(self, calls: list[tuple[Call, "Future[Any]"]], jobs: list[Job]) -> None:
-        if calls and self._given_flights is not None:
-            # A call may give blocks back, or read what a step writes.
-            self._flights.drain()
-            self._wake_all()
         for call, future in calls:
-            self._call(call, future)
+            self._call_when_awake(call, future)
         for job in jobs:
-            if job.future.set_running_or_notify_cancel():
-                self._admit(job)
+            self._admit_when_awake(job)
         if not self._is_flying():
             # The next step may be carried out where it is launched, and take its time.
             self._wake_all()
@@ -230,9 +304,15 @@ class StepLoop:
                 self._notify_at = max(1, self._flights.num_awaited) if flying else 1
                 if self._closed or self._has_mail() or self._has_work():
                     return True
-                if self._has_idle_work and not flying:
+                sleepers = self._sleepers
+                has_business = sleepers is not None and sleepers.has_business
+                if self._has_idle_work and not flying and not has_business:
                     return False
-                self._condition.wait(POLL_S if flying else None)
+                look_s = sleepers.next_look_s if sleepers is not None else None
+                timeout_s = POLL_S if flying or has_business else look_s
+                if not self._condition.wait(timeout_s) and (has_business or not flying):
+                    # Who was to come or to go may have; and who rests may rest long enough.
+                    return True
 
     def _has_mail(self) -> bool:
         return bool(self._calls) or len(self._inbox) >= self._notify_at
@@ -250,7 +330,53 @@ class StepLoop:
             return False
         return len(self._scheduler) > 0 or self._flights.can_go_on
 
+    def _may_leave(self, sequence: Sequence) -> bool:
+        """Whether nothing of a sequence is under way; what is, is not awaited any more."""
+        self._flights.forget(sequence)
+        return not self._flights.is_flying(sequence)
+
+    def _interrupt(self, sequence: Sequence) -> None:
+        """Take what a sequence has to compute out of the queue until it is awake again."""
+        work = self._scheduler.take_back(sequence)
+        if work is None or self._sleepers is None:
+            return
+        job = self._jobs.pop(work)
+        self._sleepers.end_job(sequence)
+        self._sleepers.wait_for_turn(
+            sequence, lambda: self._go_on(job), lambda error: self._refuse(job.future, error)
+        )
+
+    def _go_on(self, job: Job) -> None:
+        self._begin(job)
+        self._scheduler.add(job.work)
+
+    def _begin(self, job: Job) -> None:
+        self._jobs[job.work] = job
+        if self._sleepers is not None:
+            self._sleepers.begin_job(job.work.sequence)
+
+    def _end(self, job: Job) -> None:
+        if self._jobs.pop(job.work, None) is not None and self._sleepers is not None:
+            self._sleepers.end_job(job.work.sequence)
+
+    def _refuse(self, future: "Future[Any]", error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    def _admit_when_awake(self, job: Job) -> None:
+        if self._sleepers is None:
+            self._admit(job)
+            return
+        self._sleepers.when_awake(
+            job.work.sequence,
+            lambda: self._admit(job),
+            lambda error: self._refuse(job.future, error),
+            lambda: not job.future.cancelled(),
+        )
+
     def _admit(self, job: Job) -> None:
+        if not job.future.set_running_or_notify_cancel():
+            return
         work = job.work
         needs_head = work.wanted is Wanted.SCORES or (
             work.wanted is Wanted.LOGITS and work.num_tokens == 1
@@ -265,7 +391,7 @@ class StepLoop:
         if work.num_tokens == 0:
             job.future.set_result(None)
             return
-        self._jobs[work] = job
+        self._begin(job)
         try:
             is_claimed = self._flights.claim(job)
         except BaseException as error:
@@ -274,16 +400,33 @@ class StepLoop:
         if not is_claimed:
             self._scheduler.add(work)
 
+    def _call_when_awake(self, call: Call, future: "Future[Any]") -> None:
+        if self._sleepers is None or call.sequence is None:
+            self._call(call, future)
+            return
+        self._sleepers.when_awake(
+            call.sequence,
+            lambda: self._call(call, future),
+            lambda error: self._refuse(future, error),
+            lambda: not future.cancelled(),
+        )
+
     def _call(self, call: Call, future: "Future[Any]") -> None:
         if not future.set_running_or_notify_cancel():
             return
+        if not call.is_aside and self._given_flights is not None:
+            # A call may give blocks back, or read what a step writes.
+            self._flights.drain()
+            self._wake_all()
         try:
             future.set_result(call.function())
         except BaseException as error:
             future.set_exception(error)
 
     def _launch(self) -> None:
-        taken = self._scheduler.schedule(self._executor.max_sequences)
+        taken = self._scheduler.schedule(
+            self._executor.max_sequences, others_decode=self._flights.can_go_on
+        )
         self._flights.launch([(self._jobs[work], step) for work, step in taken])
         self._executor.between_steps(idle=False)
         # On a CPU a step has landed when it was launched.
@@ -291,6 +434,8 @@ class StepLoop:
             self._flights.land()
 
     def _counted(self, job: Job, query_len: int) -> bool:
+        if self._sleepers is not None:
+            self._sleepers.computed(job.work.sequence, query_len)
         return self._scheduler.postprocess(job.work, query_len)
 
     def _deliver(self, job: Job, result: StepResult, is_last: bool) -> None:
@@ -305,12 +450,12 @@ class StepLoop:
         except BaseException as error:
             self._fail(job, error)
             return
-        self._jobs.pop(job.work, None)
+        self._end(job)
         job.future.set_result(value)
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._scheduler.remove(job.work)
-        self._jobs.pop(job.work, None)
+        self._end(job)
         if not job.future.done():
             job.future.set_exception(error)
 
@@ -330,6 +475,8 @@ class StepLoop:
 
     def _fail_all(self, error: BaseException) -> None:
         self._scheduler.drain()
+        if self._sleepers is not None:
+            self._sleepers.close(error)
         for job in [*self._jobs.values(), *self._inbox]:
             if not job.future.done():
                 job.future.set_exception(error)

@@ -6,6 +6,7 @@ one. Whoever leaves one in the middle leaves a stream that has all that was acce
 
 import time
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from streamkv.batch import Wanted
@@ -135,7 +136,7 @@ class Turns:
             if is_recalling and not self._live.goes_on_answering():
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
-                yield Call(lambda: self._live.executor.choose_blocks(sequence))
+                yield Call(lambda: self._live.executor.choose_blocks(sequence), sequence)
             while generation.finish_reason is None:
                 yield from self._take_stored()
                 while sequence.num_pending > self._live.prefill_chunk:
@@ -147,7 +148,7 @@ class Turns:
                 delta = generation.push(token, token_index)
                 if generation.finish_reason is not None:
                     # Waiting for the disk is the engine's thread's business, not the caller's.
-                    yield Call(end_turn)
+                    yield Call(end_turn, is_aside=True)
                 yield delta
         finally:
             if not ended:
@@ -164,14 +165,17 @@ class Turns:
         yield from self._compute_all()
 
     def set_mode(
-        self, mode: Attention, recall_blocks: int | None, settle: Callable[[], None]
+        self,
+        mode: Attention,
+        recall_blocks: int | None,
+        held: Callable[[], AbstractContextManager[None]],
     ) -> Steps:
         """Attend by `mode` from the next token on.
 
         Args:
             mode: to go on in.
             recall_blocks: old blocks recalled at once.
-            settle: waits until nothing of the stream is under way.
+            held: keeps the stream awake, with nothing of it under way.
         """
         before = self._live.executor.attention(self._live.sequence)
         if mode != before and "full" in (mode, before):
@@ -181,8 +185,8 @@ class Turns:
                 # It cannot go on in `full`: the tokens that are left are computed otherwise.
                 if before != "full":
                     raise
-        settle()
-        self._live.set_mode(mode, recall_blocks)
+        with held():
+            self._live.set_mode(mode, recall_blocks)
 
     def _compute_all(self) -> Steps:
         sequence = self._live.sequence
@@ -207,7 +211,7 @@ class Turns:
         num_tokens, reuse = 0, self._live.reuse
         while (run := reuse.find(accept_more)) is not None:
             with reuse.taking(run, self._live.after_step) as taking:
-                while (taken := (yield Call(taking.step))) is None:
+                while (taken := (yield Call(taking.step, self._live.sequence))) is None:
                     pass
             if not taken:
                 break

@@ -51,6 +51,10 @@ class Copies:
         for copy in self._copies:
             copy.completion = copy.start()
 
+    def are_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(copy.completion is None or copy.completion.done() for copy in self._copies)
+
     def wait(self) -> None:
         """Wait for all, and let go of their sources."""
         for copy in self._copies:

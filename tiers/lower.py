@@ -16,6 +16,7 @@ from streamkv.errors import StoreError, StoreFullError
 from streamkv.tiers.cpu_pool import CpuBlock, CpuPool
 from streamkv.tiers.host_memory import Bytes
 from streamkv.tiers.jobs import Wanted
+from streamkv.tiers.keys import is_partial
 from streamkv.tiers.policy import Place, Policy
 from streamkv.tiers.spec import BlockKey
 from streamkv.tiers.store import Store
@@ -146,6 +147,7 @@ class LowerTiers:
             StoreError, OSError: the ssd tier failed.
         """
         assert self._ssd is not None
+        self._keep_partial(wanted)
         self._store_missing(wanted)
         if session is not None:
             self._ssd.set_manifest(session, [key for key, _ in wanted])
@@ -157,6 +159,12 @@ class LowerTiers:
         if session is not None:
             self.release_kept(session)
         return missing
+
+    def _keep_partial(self, wanted: Sequence[Wanted]) -> None:
+        """Have open blocks in the cpu pool, too, where the sealed ones are since they were full."""
+        for key, block_id in wanted:
+            if self._cpu is not None and block_id is not None and is_partial(key):
+                self.put(key, block_id)
 
     def keep(self, session: str | None, wanted: Sequence[Wanted]) -> int:
         """Hold blocks in the cpu pool when there is no ssd to hold them: locked, if for a session.

@@ -80,6 +80,10 @@ class Restore:
             self.abandon()
             raise
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not have to wait, but for blocks that are being prefetched."""
+        return self._copies.are_done() and all(read.ended for read in self._reads.values())
+
     def wait(self) -> list[bool]:
         """Wait until all is there; which of the targets could be filled, in their order.
 

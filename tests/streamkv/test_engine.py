@@ -92,7 +92,12 @@ def test_a_session_refused_for_want_of_room_leaves_nothing_behind(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     config = EngineConfig(
-        window_size=128, prefill_chunk=64, cpu_bytes=0, store=str(tmp_path), compile="off"
+        window_size=128,
+        prefill_chunk=64,
+        cpu_bytes=0,
+        store=str(tmp_path),
+        retain="none",
+        compile="off",
     )
     with Engine(str(tiny_model_dir), config) as engine:
         opened = []

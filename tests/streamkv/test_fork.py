@@ -287,7 +287,7 @@ def nothing_is_left(engine: Engine, tmp_path: Path) -> None:
     ]
     assert engine.session_names() == ["first"]
     check_integrity(engine)
-    assert engine._opener._room.owners == {"first"}
+    assert engine._opener._entrance._room.owners == {"first"}
     assert_goes_on_like(engine._sessions["first"], engine, some_ids(200))
 
 
@@ -315,7 +315,7 @@ def test_a_name_that_is_taken_is_refused(engine: Engine) -> None:
 def test_without_room_for_another_window_nothing_is_left(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    options = config(tmp_path / "store", max_sessions=2, gpu_bytes=None)
+    options = config(tmp_path / "store", max_sessions=2, gpu_bytes=None, retain="none")
     with Engine(str(tiny_model_dir), options) as engine:
         session = engine.session("first")
         session.feed([some_ids(200)]).run()
@@ -344,7 +344,7 @@ def test_a_pool_that_is_full_of_kept_text_takes_no_fork(
         for block_id in free:
             engine._tiers.free(block_id)
         assert engine.session_names() == ["first"]
-        assert engine._opener._room.owners == {"first"}
+        assert engine._opener._entrance._room.owners == {"first"}
         check_integrity(engine)
         assert_goes_on_like(session, engine, some_ids(200))
 

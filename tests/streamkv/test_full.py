@@ -63,7 +63,7 @@ def test_full_is_dense_attention_without_any_other_tier(
         assert scores(session, some_ids()) == pytest.approx(dense, abs=1e-3)
         engine._tiers.check_integrity()
         session.delete()
-        assert num_used(engine) == 0 and engine._opener._room.owners == set()
+        assert num_used(engine) == 0 and engine._opener._entrance._room.owners == set()
 
 
 @pytest.mark.parametrize("window_size", [64, 65, 127, 320])
@@ -206,7 +206,7 @@ def test_a_fork_goes_on_as_its_origin_does_and_shares_its_blocks(tiny_model_dir:
         fork.delete()
         engine._tiers.flush()
         engine._tiers.check_integrity()
-        assert num_used(engine) == 0 and engine._opener._room.owners == set()
+        assert num_used(engine) == 0 and engine._opener._entrance._room.owners == set()
 
 
 @pytest.mark.parametrize(

@@ -498,4 +498,4 @@ def test_nothing_is_left_of_a_session_that_is_deleted(tiny_model_dir: Path, tmp_
         engine._tiers.flush()
         assert list((tmp_path / "sessions").iterdir()) == []
         assert engine.usage()["gpu"].num_blocks == engine.usage()["ssd"].num_blocks == 0
-        assert engine._opener._room.owners == set()
+        assert engine._opener._entrance._room.owners == set()

@@ -323,15 +323,29 @@ def test_a_closed_session_refuses_calls(engine: Engine) -> None:
         session.feed("x")
 
 
-def test_more_sessions_than_the_pool_holds_are_refused_and_nothing_leaks(engine: Engine) -> None:
-    opened = []
-    with pytest.raises(PoolFullError, match="max_sessions"):
-        for number in range(100):
-            opened.append(engine.session(f"many-{number}"))
+def test_more_sessions_than_the_pool_holds_are_asleep_and_nothing_leaks(engine: Engine) -> None:
+    opened = [engine.session(f"many-{number}") for number in range(100)]
+    states = engine.session_states()
+    assert states["awake"] >= engine.config.max_sessions and states["asleep"] > 50
+    assert states["awake"] + states["asleep"] == 100
+    assert [session.stats().state for session in opened].count("asleep") == states["asleep"]
     for session in opened:
         session.close()
-    assert len(opened) >= engine.config.max_sessions
     assert engine.usage()["gpu"].num_blocks == 0
+    assert engine.session_states() == dict.fromkeys(states, 0)
+
+
+def test_without_a_tier_below_more_sessions_than_the_pool_holds_are_refused(
+    tiny_model_dir: Path,
+) -> None:
+    config = EngineConfig(window_size=128, prefill_chunk=64, cpu_bytes=0, compile="off")
+    with Engine(str(tiny_model_dir), config) as engine:
+        opened = []
+        with pytest.raises(PoolFullError, match="max_sessions"):
+            for number in range(100):
+                opened.append(engine.session(f"many-{number}"))
+        assert len(opened) >= engine.config.max_sessions
+        assert engine.session_states()["awake"] == len(opened)
 
 
 def test_two_sessions_take_turns(engine: Engine) -> None:
