@@ -21,8 +21,6 @@ PER_WORLD = 10_000
 def main() -> int:
     """Act; 0 if nothing was lost. A violated invariant is an AssertionError."""
     parser = arguments(__doc__)
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
     parser.add_argument("--actions", type=int, default=NUM_ACTIONS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
