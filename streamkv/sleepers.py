@@ -277,6 +277,11 @@ class Sleepers:
         changed |= self._put_to_sleep(may_leave)
         return changed
 
+    def wait_for_copies(self) -> bool:
+        """With nothing else to do: wait for the next session that wakes, if that is soon."""
+        waking = self._admission.owners(State.WAKING)
+        return bool(waking) and self._by_name[waking[0]].sleeper.wait_for_copies()
+
     def close(self, error: BaseException) -> None:
         """The engine ends: whoever waits is told, what was begun is stopped."""
         for future in self._newcomers.values():

@@ -174,6 +174,10 @@ class Sleeper:
         assert self._waking is not None
         return self._waking.is_done()
 
+    def wait_for_copies(self) -> bool:
+        """Wait for blocks that come from memory; False: they do not come from there alone."""
+        return self._waking is not None and self._waking.wait_for_copies()
+
     def wake(self) -> None:
         """Make the blocks live again, as they were.
 

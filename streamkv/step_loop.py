@@ -239,7 +239,7 @@ class StepLoop:
         try:
             while self._receive():
                 if self._sleepers is not None:
-                    self._sleepers.advance(self._may_leave, self._interrupt)
+                    self._let_come_and_go(self._sleepers)
                 self._take_step()
                 self._wake_all()
             if self._given_flights is not None:
@@ -251,6 +251,13 @@ class StepLoop:
                 self._closed = True
         self._fail_all(error)
         self._wake_all()
+
+    def _let_come_and_go(self, sleepers: Sleepers) -> None:
+        sleepers.advance(self._may_leave, self._interrupt)
+        is_idle = not self._is_flying() and not self._may_launch()
+        if is_idle and sleepers.wait_for_copies():
+            # Sooner than whoever looks again in half a millisecond.
+            sleepers.advance(self._may_leave, self._interrupt)
 
     def _take_step(self) -> None:
         if self._may_launch():

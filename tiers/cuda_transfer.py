@@ -5,7 +5,7 @@ stream before it, so that no kernel still reads what the block held. A copy out 
 its caller waits for `written` first. What is copied is there when its completion is done.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,6 +79,16 @@ class CudaTransfer(Transfer):
         self._wait_for_readers()
         return self._copy(self._gpu_pool.row(block_id), torch.from_numpy(source))
 
+    def promote_many(self, pairs: Sequence[tuple[Bytes, int]]) -> Completion:
+        """`promote` each; done when all are."""
+        # One wait and one event for all: each takes the host as long as a block takes the bus.
+        self._wait_for_readers()
+        row = self._gpu_pool.row
+        with torch.cuda.stream(self._stream):
+            for source, block_id in pairs:
+                self._issue(row(block_id), torch.from_numpy(source))
+            return Recorded(self._stream)
+
     def copy(self, source_block_id: int, block_id: int) -> Completion:
         """Copy one gpu block into another."""
         self._wait_for_readers()
@@ -90,5 +100,8 @@ class CudaTransfer(Transfer):
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Completion:
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            self._issue(target, source)
             return Recorded(self._stream)
+
+    def _issue(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)

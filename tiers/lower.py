@@ -87,6 +87,12 @@ class LowerTiers:
         assert self._cpu is not None
         return self._transfer.promote(self._cpu.data(block), block_id)
 
+    def promote_many(self, pairs: Sequence[tuple[CpuBlock, int]]) -> Completion:
+        """Copy locked blocks of the cpu pool into gpu blocks; done when all are."""
+        assert self._cpu is not None
+        data = self._cpu.data
+        return self._transfer.promote_many([(data(block), at) for block, at in pairs])
+
     def unlock(self, block: CpuBlock) -> None:
         """The copy of a locked block has finished."""
         self._unlock(block)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from streamkv.tiers.background import Background
-from streamkv.tiers.copies import Copies, Copy
+from streamkv.tiers.copies import Copies, Copy, Promotion
 from streamkv.tiers.cpu_pool import CpuBlock
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.prefetch import Prefetching
@@ -57,15 +57,16 @@ class Restore:
         self._found = [False] * len(targets)
         self._reads: dict[int, Read] = {}
         self._awaited: dict[int, Read] = {}
-        self._copies = Copies(restoring.counters)
+        self._copies = Copies(restoring.counters, restoring.promote)
 
     def begin(self) -> None:
         """See `Restoring.begin`."""
-        among_gpu_blocks = Copies(self._restoring.counters)
+        among_gpu_blocks = Copies(self._restoring.counters, self._restoring.promote)
         try:
-            for at, target in enumerate(self.targets):
+            found = self._restoring.sources(self.targets)
+            for at, (target, copy) in enumerate(zip(self.targets, found, strict=True)):
                 # The ssd takes longest, so it is asked first, and reads while all else is done.
-                if (copy := self._restoring.source(target)) is not None:
+                if copy is not None:
                     (among_gpu_blocks if copy.holds_gpu_block else self._copies).add(copy)
                     self._found[at] = True
                 elif (read := self._restoring.under_way(target.key)) is not None:
@@ -83,6 +84,18 @@ class Restore:
     def is_done(self) -> bool:
         """Whether `wait` would not have to wait, but for blocks that are being prefetched."""
         return self._copies.are_done() and all(read.ended for read in self._reads.values())
+
+    def wait_for_copies(self) -> bool:
+        """Wait for what is copied from memory, which is soon; False: something else is under way."""
+        if not self.is_only_copied:
+            return False
+        self._copies.wait_until_done()
+        return True
+
+    @property
+    def is_only_copied(self) -> bool:
+        """Whether nothing is read from ssd for it."""
+        return not self._reads and not self._awaited
 
     def wait(self) -> list[bool]:
         """Wait until all is there; which of the targets could be filled, in their order.
@@ -111,7 +124,7 @@ class Restore:
         self._copies.end()
 
     def _wait_for_prefetches(self) -> None:
-        copies = Copies(self._restoring.counters)
+        copies = Copies(self._restoring.counters, self._restoring.promote)
         try:
             for at, prefetch in self._awaited.items():
                 target = self.targets[at]
@@ -198,15 +211,25 @@ class Restoring:
 
     def source(self, target: Target) -> Copy | None:
         """How to copy a block from memory: what is being copied down is found on either side."""
+        return self.sources([target])[0]
+
+    def sources(self, targets: Sequence[Target]) -> list[Copy | None]:
+        """The same for several, looked for together."""
+        found: list[Copy | None] = []
         with self._condition:
-            job = self._background.copy_of(target.key)
-            source = job.block_id if job is not None else self._residents.find(target.key)
-            if source is not None:
+            for target in targets:
+                job = self._background.copy_of(target.key)
+                source = job.block_id if job is not None else self._residents.find(target.key)
+                if source is None:
+                    found.append(None)
+                    continue
                 self._residents.hold(source)
-        if source is not None:
-            return self._copy_of_resident(source, job.written if job else None, target.block_id)
-        block = self._lower.lock(target.key)
-        return self._copy_of_demoted(block, target.block_id) if block is not None else None
+                written = job.written if job else None
+                found.append(self._copy_of_resident(source, written, target.block_id))
+        for at, target in enumerate(targets):
+            if found[at] is None and (block := self._lower.lock(target.key)) is not None:
+                found[at] = self._copy_of_demoted(block, target.block_id)
+        return found
 
     def _copy_of_resident(self, source: int, written: Completion | None, block_id: int) -> Copy:
         def start() -> Completion:
@@ -218,11 +241,15 @@ class Restoring:
 
     def _copy_of_demoted(self, block: CpuBlock, block_id: int) -> Copy:
         return Copy(
-            lambda: self._lower.promote(block, block_id),
+            (block, block_id),
             lambda: self._lower.unlock(block),
             ("promotions", "cpu_reads"),
             holds_gpu_block=False,
         )
+
+    def promote(self, blocks: Sequence[Promotion]) -> Completion:
+        """Copy locked blocks of the cpu pool into gpu blocks."""
+        return self._lower.promote_many(blocks)
 
     def under_way(self, key: BlockKey) -> Read | None:
         """The prefetch of a block, if it has begun."""

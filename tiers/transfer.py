@@ -7,7 +7,7 @@ at once; `cuda_transfer` returns events of a copy stream. This module does not k
 policies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -36,6 +36,26 @@ class Finished:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Together:
+    """The completion of several things.
+
+    Args:
+        completions: of each.
+    """
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self._completions = completions
+
+    def done(self) -> bool:
+        """Whether all have finished."""
+        return all(completion.done() for completion in self._completions)
+
+    def wait(self) -> None:
+        """Return when all have."""
+        for completion in self._completions:
+            completion.wait()
 
 
 class Transfer:
@@ -72,6 +92,10 @@ class Transfer:
         """Copy host memory [block_bytes] into a gpu block."""
         np.copyto(self._gpu_pool.block_bytes(block_id), source)
         return Finished()
+
+    def promote_many(self, pairs: Sequence[tuple[Bytes, int]]) -> Completion:
+        """`promote` each; done when all are."""
+        return Together([self.promote(source, block_id) for source, block_id in pairs])
 
     def copy(self, source_block_id: int, block_id: int) -> Completion:
         """Copy one gpu block into another."""

@@ -6,7 +6,7 @@ twin would fail.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,10 @@ class SlowCopies(CudaTransfer):
 
     is_slow = False
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Completion:
+    def _issue(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.is_slow:
-            with torch.cuda.stream(self._stream):
-                spin()
-        return super()._copy(target, source)
+            spin()
+        super()._issue(target, source)
 
 
 class UnawaitedKernels(CudaTransfer):
@@ -90,6 +89,10 @@ class UnawaitedPromotions(SlowCopies):
 
     def promote(self, source: Bytes, block_id: int) -> Completion:
         super().promote(source, block_id)
+        return Finished()
+
+    def promote_many(self, pairs: Sequence[tuple[Bytes, int]]) -> Completion:
+        super().promote_many(pairs)
         return Finished()
 
 
