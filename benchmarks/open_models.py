@@ -21,6 +21,7 @@ from streamkv import Engine, EngineConfig, Session
 from streamkv.model import ModelAdapter
 from streamkv.recall_bench.run import ModelFacts
 from streamkv.retrieval_heads import NUM_HEADS, Head, RetrievalHeads
+from streamkv.tiers.spec import KVSpec
 
 MOST_PINNING_S = 180.0
 """Longest wait; 64 MiB take about 45 ms."""
@@ -41,13 +42,18 @@ class Model:
 
     Attributes:
         open_engine: opens one.
-        block_bytes: of its blocks.
+        spec: layout of its blocks.
         token_ids: so many tokens to read.
     """
 
     open_engine: Callable[[EngineConfig], AbstractContextManager[Engine]]
-    block_bytes: int
+    spec: KVSpec
     token_ids: Callable[[int], list[int]]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block."""
+        return self.spec.block_bytes
 
 
 def random_model(shape: dict[str, Any], tokenizer: Path | None, device: str) -> Model:
@@ -60,7 +66,7 @@ def random_model(shape: dict[str, Any], tokenizer: Path | None, device: str) -> 
         with heads, random_engine(adapter, config) as engine:
             yield engine
 
-    return Model(open_engine, adapter.spec.block_bytes, lambda number: ids(1, number))
+    return Model(open_engine, adapter.spec, lambda number: ids(1, number))
 
 
 def real_model(name: str) -> Model:
@@ -68,7 +74,7 @@ def real_model(name: str) -> Model:
     facts = ModelFacts.read(name, "bfloat16", say)
     return Model(
         lambda config: Engine(name, config, on_progress=say),
-        facts.spec.block_bytes,
+        facts.spec,
         lambda number: topics_ids(facts.tokenizer, number),
     )
 

@@ -86,7 +86,7 @@ class Restore:
         return self._copies.are_done() and all(read.ended for read in self._reads.values())
 
     def wait_for_copies(self) -> bool:
-        """Wait for what is copied from memory, which is soon; False: something else is under way."""
+        """Wait for copies from memory, which is soon; False: something else is under way."""
         if not self.is_only_copied:
             return False
         self._copies.wait_until_done()
