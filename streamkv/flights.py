@@ -9,6 +9,7 @@ the KV it wrote is that of a token which the caller was given, and is written ag
 At most two steps are under way. Only the engine's thread comes here.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -26,6 +27,11 @@ from streamkv.sequence import Sequence
 from streamkv.window import Window
 
 MAX_UNDER_WAY = 2
+
+PATIENCE_S = 0.001
+"""How long a step that is done is waited with for those who were handed a token just now and have
+not asked for the next: without them sessions fall apart into groups that take turns. Where the
+device is slower than its callers nobody is waited for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +110,7 @@ class Flights:
             work ends with it.
         deliver: called with a job, the result of a step, and whether it is the last one.
         fail: called with a job and the error that its step ended with.
+        clock: seconds.
     """
 
     def __init__(
@@ -112,7 +119,10 @@ class Flights:
         counted: Callable[[Job, int], bool],
         deliver: Callable[[Job, StepResult, bool], None],
         fail: Callable[[Job, BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._patient_with: tuple[Flight, float] | None = None
         self._executor = executor
         self._counted = counted
         self._deliver = deliver
@@ -134,7 +144,18 @@ class Flights:
         if not self._under_way:
             return True
         flight, rows = self._under_way[-1]
-        return not self.is_full and (all(row.job is not None for row in rows) or _is_done(flight))
+        if self.is_full:
+            return False
+        if all(row.job is not None for row in rows):
+            return True
+        return _is_done(flight) and self._has_waited(flight)
+
+    def _has_waited(self, flight: Flight) -> bool:
+        """Whether a step that is done was waited with for long enough."""
+        now_s = self._clock()
+        if self._patient_with is None or self._patient_with[0] is not flight:
+            self._patient_with = flight, now_s
+        return now_s - self._patient_with[1] >= PATIENCE_S
 
     @property
     def can_go_on(self) -> bool:
