@@ -248,6 +248,16 @@ class SessionOpener:
         """Blocks that a session may need at once."""
         return blocks_of_session(self._config, self._adapter.spec, num_sink_tokens, window_size)
 
+    def _blocks_of_window(self, window: Window) -> int:
+        """The same of one whose sink tokens may lie anywhere."""
+        size = self._adapter.spec.block_size
+        sinks = {
+            index
+            for start, end in window.sink_ranges
+            for index in range(start // size, (end - 1) // size + 1)
+        }
+        return self._blocks_of(0, window.window_size) + len(sinks)
+
     def _let_sleep(self, live: LiveStream, source: Sequence | None = None) -> None:
         """The session is open: its blocks may leave the gpu pool from now on.
 
@@ -264,6 +274,7 @@ class SessionOpener:
             self._executor,
             live.checkpointer,
             live.recompute,
+            self._blocks_of_window,
         )
         live.sleeper = sleeper
         if source is not None:
