@@ -145,6 +145,9 @@ class EngineConfig:
             computes before it gives way to the next.
         sleep_after: seconds without work after which a session's blocks leave the gpu pool, though
             no other session needs the room; `None`: only then.
+        batch_invariant: what a session computes is the same to the bit, whoever shares its steps
+            and however often it sleeps. Decode steps on a GPU then all have one size, and a chunk
+            of a feed has a step of its own.
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
@@ -179,6 +182,7 @@ class EngineConfig:
     mixed_chunk: int = 256
     turn_tokens: int = 256
     sleep_after: float | None = None
+    batch_invariant: bool = False
     num_threads: int | None = None
     compile: Literal["auto", "off"] = "auto"
     attention: Attention = "window"
@@ -220,6 +224,7 @@ class EngineConfig:
         require_int("mixed_chunk", self.mixed_chunk, 1, 65536)
         require_int("turn_tokens", self.turn_tokens, 1)
         require_seconds("sleep_after", self.sleep_after)
+        require_choice("batch_invariant", self.batch_invariant, (False, True))
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1, 1024)
         require_choice("trust_remote_code", self.trust_remote_code, (False, True))

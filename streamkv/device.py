@@ -155,4 +155,5 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         max_chunk=config.prefill_chunk,
         cache=cache_root(),
         observes=config.recall_blocks > 0,
+        batch_invariant=config.batch_invariant,
     )

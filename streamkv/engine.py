@@ -75,7 +75,11 @@ class Engine:
         self._closed = False
         self._sharing = Sharing()
         self._loop = StepLoop(
-            None, self.config.prefill_chunk, self.config.num_threads, self.config.mixed_chunk
+            None,
+            self.config.prefill_chunk,
+            self.config.num_threads,
+            self.config.mixed_chunk,
+            mixes=not self.config.batch_invariant,
         )
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
@@ -141,6 +145,9 @@ class Engine:
             opened.callback(self._tiers.close)
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
+            if self.config.batch_invariant:
+                # One way for all steps: which rounds how is chosen here, and never again.
+                self._runner.wait_until_fast()
             recaller = make_recaller(
                 self._adapter,
                 self._tokenizer,

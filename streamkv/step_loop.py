@@ -62,6 +62,7 @@ class StepLoop:
         prefill_chunk: tokens of one sequence in one step, at most.
         num_threads: torch threads of the step, or `None`.
         mixed_chunk: tokens of one sequence in a step in which others decode.
+        mixes: a step may have tokens of sequences that decode and a chunk.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class StepLoop:
         prefill_chunk: int,
         num_threads: int | None = None,
         mixed_chunk: int | None = None,
+        mixes: bool = True,
     ) -> None:
         self._given_executor: StepExecutor | None = None
         self._given_flights: Flights | None = None
         self._sleepers: Sleepers | None = None
         self._has_idle_work = False
         self._notify_at = 1
-        self._scheduler = Scheduler(prefill_chunk, mixed_chunk)
+        self._scheduler = Scheduler(prefill_chunk, mixed_chunk, mixes=mixes)
         self._num_threads = num_threads
         self._jobs: dict[Work, Job] = {}
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
@@ -105,7 +107,9 @@ class StepLoop:
         self._given_executor = executor
         self._sleepers = sleepers
         self._has_idle_work = True
-        self._given_flights = Flights(executor, self._counted, self._deliver, self._fail)
+        self._given_flights = Flights(
+            executor, self._counted, self._deliver, self._fail, mixes=self._scheduler.mixes
+        )
 
     def submit(self, operation: Compute | Call) -> "Future[Any]":
         """Queue an operation.

@@ -59,6 +59,7 @@ class TritonRunner:
         max_chunk: queries of one sequence in a step; more attend in a slower way.
         cache: directory for what was measured on this device.
         observes: captured steps keep queries of sequences that are observed; others always do.
+        batch_invariant: what a sequence computes does not depend on who is beside it, to the bit.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class TritonRunner:
         max_chunk: int = 8192,
         cache: Path | None = None,
         observes: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
+        self._is_invariant = batch_invariant
         self.model = model
         self._observes = observes
         self._observers: dict[int, ObservedQueries] = {}
@@ -125,18 +128,18 @@ class TritonRunner:
         watch = Stopwatch(self._device)
         # A packed row has the parts of one query first, whatever the batch's order.
         order = sorted(range(len(steps)), key=lambda index: steps[index].query_len > 1)
-        hidden, begins = self._hidden([steps[index] for index in order])
-        parts = {
-            index: hidden[begin : begin + steps[index].query_len]
-            for index, begin in zip(order, begins, strict=True)
-        }
+        parts = self._parts(steps, order)
         wanted = [i for i, step in enumerate(steps) if step.wanted is Wanted.LOGITS]
         rows: list[int | None] = [None] * len(steps)
         for row, index in enumerate(wanted):
             rows[index] = row
         logits = None
         if wanted:
-            logits = self.model.head(torch.cat([parts[index][-1:] for index in wanted]))
+            last = [parts[index][-1:] for index in wanted]
+            if self._is_invariant:
+                logits = torch.cat([self.model.head(row) for row in last])
+            else:
+                logits = self.model.head(torch.cat(last))
             ids, info = self._chosen(len(wanted))
             staged = self._sampler.stage([_draw(steps[index]) for index in wanted])
             self._sampler.sample(logits, staged, ids, info)
@@ -145,6 +148,16 @@ class TritonRunner:
             for index, step in enumerate(steps)
         ]
         return self._outputs.send(steps, rows, logits, scores, watch)
+
+    def _parts(self, steps: Many[SequenceStep], order: list[int]) -> dict[int, Tensor]:
+        """Hidden states of each part: of one packed row, or each of a row of its own."""
+        rows = [[index] for index in order] if self._is_invariant else [order]
+        parts = {}
+        for row in rows:
+            hidden, begins = self._hidden([steps[index] for index in row])
+            for index, begin in zip(row, begins, strict=True):
+                parts[index] = hidden[begin : begin + steps[index].query_len]
+        return parts
 
     def _launch_graph(self, steps: Many[SequenceStep]) -> GpuFlight | None:
         if self._graphs is None or not self._graphs.fits(steps):
@@ -219,6 +232,7 @@ class TritonRunner:
                 None if decoder is None else decoder.mixed,
                 pdl=decoder is not None and decoder.pdl,
                 observes=self._observes,
+                one_size=self._is_invariant,
             )
         # Whatever a model of unknown make does while it is captured, the answer is the same.
         except Exception as error:
