@@ -116,7 +116,9 @@ class Scheduler:
             if takes_chunk:
                 return [first]
             first = None
-        rivals = {id(work) for work in decoding} | {id(first)}
+        rivals = {id(work) for work in decoding}
+        if first is not None:
+            rivals.add(id(first))
         if len(rivals) < len(self._queue):
             found = [work for work in self._queue if id(work) in rivals]
         else:
