@@ -179,7 +179,7 @@ class EngineConfig:
     on_pressure: OnPressure = "wait"
     checkpoint_tokens: int | None = None
     prefill_chunk: int = 512
-    mixed_chunk: int = 256
+    mixed_chunk: int = 192
     turn_tokens: int = 256
     sleep_after: float | None = None
     batch_invariant: bool = False

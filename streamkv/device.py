@@ -156,4 +156,5 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         cache=cache_root(),
         observes=config.recall_blocks > 0,
         batch_invariant=config.batch_invariant,
+        chunk=min(config.mixed_chunk, config.prefill_chunk),
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.chunk_graph import ChunkGraph
 from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
 from streamkv.device_copies import Stopwatch, to_device
 from streamkv.gpu_attention import GpuAttention
@@ -60,6 +61,7 @@ class TritonRunner:
         cache: directory for what was measured on this device.
         observes: captured steps keep queries of sequences that are observed; others always do.
         batch_invariant: what a sequence computes does not depend on who is beside it, to the bit.
+        chunk: tokens of a chunk that has a graph of its own, if decode steps have; 0: none has.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class TritonRunner:
         cache: Path | None = None,
         observes: bool = False,
         batch_invariant: bool = False,
+        chunk: int = 0,
     ) -> None:
         self._is_invariant = batch_invariant
         self.model = model
@@ -92,6 +95,8 @@ class TritonRunner:
         captures = capacity > 0 and self._device.type == "cuda"
         self._gpu_model = GpuModel(model, num_rows, cache, captures)
         self._graphs = self._capture(capacity) if captures else None
+        has_chunk = chunk > 0 and not (observes or batch_invariant)
+        self._chunk = self._capture_chunk(chunk, capacity or 64) if has_chunk else None
 
     @property
     def has_graphs(self) -> bool:
@@ -125,6 +130,8 @@ class TritonRunner:
             captured = self._launch_graph(steps)
             if captured is not None:
                 return captured
+        if (flight := self._launch_with_chunk(steps)) is not None:
+            return flight
         watch = Stopwatch(self._device)
         # A packed row has the parts of one query first, whatever the batch's order.
         order = sorted(range(len(steps)), key=lambda index: steps[index].query_len > 1)
@@ -166,6 +173,29 @@ class TritonRunner:
         logits = self._graphs.launch(steps, self._targets(steps))
         self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
         return self._outputs.send(steps, list(range(len(steps))), logits, [None] * len(steps))
+
+    def _launch_with_chunk(self, steps: Many[SequenceStep]) -> GpuFlight | None:
+        """Tokens of sequences that decode, if any, and a chunk: each by a graph."""
+        longer = [step for step in steps if step.query_len > 1]
+        if self._chunk is None or len(longer) != 1 or not self._chunk.fits(longer[0]):
+            return None
+        singles = [step for step in steps if step.query_len == 1]
+        if singles and (
+            self._graphs is None
+            or any(step.wanted is Wanted.SCORES for step in singles)
+            or not self._graphs.fits(singles)
+        ):
+            return None
+        watch, logits = Stopwatch(self._device), None
+        if singles:
+            assert self._graphs is not None
+            staged = self._sampler.stage([_draw(step) for step in singles])
+            logits = self._graphs.launch(singles)
+            self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
+        self._chunk.launch(longer[0])
+        rows = iter(range(len(singles)))
+        places = [next(rows) if step.query_len == 1 else None for step in steps]
+        return self._outputs.send(steps, places, logits, [None] * len(steps), watch)
 
     def _targets(self, steps: Many[SequenceStep]) -> list[int]:
         """Where the queries of each token of a packed row are kept; nothing if none are."""
@@ -216,6 +246,26 @@ class TritonRunner:
             if len(part := targets[low : low + rows])
         ]
         return torch.cat(found) if found else torch.empty(0, device=self._device)
+
+    def _capture_chunk(self, size: int, capacity: int) -> ChunkGraph | None:
+        captures = self._graphs is not None
+        if self._device.type == "cuda" and not captures:
+            return None
+        try:
+            return ChunkGraph(
+                self._gpu_model.hidden,
+                self._pool,
+                self._rope,
+                self._softmax,
+                self._shape,
+                size,
+                capacity,
+                captures,
+            )
+        # Whatever keeps it from being captured, chunks are computed in the way of all others.
+        except Exception as error:
+            _log.warning("chunks beside decode steps run without a graph: %s", error)
+            return None
 
     def _capture(self, capacity: int) -> DecodeGraphs | None:
         decoder = self._gpu_model.decoder
