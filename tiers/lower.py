@@ -191,6 +191,16 @@ class LowerTiers:
             ssd = self._ssd
             self._try(lambda: ssd.delete(stored))
 
+    def erase_stored(self, keys: Iterable[BlockKey]) -> bool:
+        """Remove blocks from the ssd, also those that are damaged and so not shown, and sync.
+
+        Returns whether they are gone; not if the ssd tier failed, now or before.
+        """
+        if self._ssd is None:
+            return True
+        ssd = self._ssd
+        return self._try(lambda: ssd.delete(keys)) and self._try(ssd.sync)
+
     def manifest(self, session: str) -> list[BlockKey]:
         """What the ssd keeps for a session, from this process or an earlier one."""
         found: list[BlockKey] = []
