@@ -9,7 +9,7 @@ from streamkv.checkpoint import Checkpointer
 from streamkv.config import Attention
 from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import InputError, JournalError, SessionError
+from streamkv.errors import InputError, JournalError, SessionError, StoreError
 from streamkv.executor import Executor
 from streamkv.full_rewind import FullRewind
 from streamkv.intake import Intake
@@ -22,7 +22,7 @@ from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
 from streamkv.sharing import Sharing
-from streamkv.store import Store, delete_digests
+from streamkv.store import Store, delete_companions
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
@@ -246,22 +246,34 @@ class LiveStream:
             _log.warning("session %r: went to sleep without its last record (%s)", self.name, error)
 
     def delete(self) -> None:
-        """Forget the session: its unshared blocks in every tier, then the journal."""
+        """Forget the session: its unshared blocks in every tier, then the journal.
+
+        Raises:
+            StoreError: blocks or files cannot be deleted. The session sleeps, and is still there.
+            JournalError: the journal cannot be deleted; likewise.
+        """
         with self.intake.lock:
             self.intake.close()
             self.executor.close(self.sequence)
-            sequence = self.sequence
-            if self.journal is not None:
-                keys = keys_to_delete(
-                    self.journal, sequence.root_key, sequence.block_size, self._other_journals()
-                )
-                self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
-            else:
+            if self.journal is None or self.store is None:
                 self.tiers.forget(self.name).wait()
-            if self.store is not None:
-                delete_digests(self.store.path, self.name)
-            if self.journal is not None:
-                self.journal.delete()
+                return
+            with self.journal:
+                self._delete_stored(self.journal, self.store)
+
+    def _delete_stored(self, journal: Journal, store: Store) -> None:
+        """The journal goes last: without it nobody knows what else there was."""
+        sequence = self.sequence
+        keys = keys_to_delete(
+            journal, sequence.root_key, sequence.block_size, self._other_journals()
+        )
+        if not self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait():
+            raise StoreError(
+                f"session {self.name!r}: its blocks cannot be deleted, because the ssd tier "
+                "failed, so it is still there. Open the engine again, then delete it."
+            )
+        delete_companions(store.path, self.name)
+        journal.delete()
 
     def _other_journals(self) -> Iterator[Path]:
         if self.store is not None:

@@ -62,7 +62,7 @@ class _Snapshot(NamedTuple):
     keys: list[BlockKey]
 
 
-class _BlockSource(SsdReader):
+class BlockSource(SsdReader):
     """A store beside its writer, from which whole blocks are read."""
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ def copy_session(source: Path, target: Path, name: str) -> SessionCopy:
     path = journal_path(target, validate_session_name(name))
     if path.exists():
         raise JournalError(f"{path}: exists already. Copy into another store.")
-    with _BlockSource(blocks_path(source)) as blocks:
+    with BlockSource(blocks_path(source)) as blocks:
         snapshot, copied = _read_whole(journal_path(source, name), blocks)
         stored = blocks.format
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def copy_session(source: Path, target: Path, name: str) -> SessionCopy:
     return SessionCopy(*place, len(copied), num_bytes)
 
 
-def _read_whole(path: Path, blocks: _BlockSource) -> tuple[_Snapshot, list[tuple[BlockKey, Bytes]]]:
+def _read_whole(path: Path, blocks: BlockSource) -> tuple[_Snapshot, list[tuple[BlockKey, Bytes]]]:
     """A journal and all blocks that it names: newer checkpoints replace those of older ones."""
     for _ in range(MAX_ATTEMPTS):
         snapshot = _read_journal(path)

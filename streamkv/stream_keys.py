@@ -1,7 +1,8 @@
 """Names of all blocks that a session ever had, by its records: those to delete with it.
 
 Tokens that a rewind gave up have left blocks behind, and a fork has blocks in common with the
-session that it was made of; both are found by hashing the records in their order. Pure but for the
+session that it was made of; both are found by hashing the records in their order. Open blocks that
+were stored when the session went to sleep are named by the records themselves. Pure but for the
 records, which are read as they are asked for.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Container, Iterable
 
 from streamkv.journal_records import (
     Chosen,
+    Closed,
     Fed,
     Flushed,
     Generated,
@@ -30,7 +32,7 @@ UNSALTED = Salting()
 
 
 class StreamKeys:
-    """Keys of all full blocks that a stream has or had.
+    """Keys of all blocks that a stream has or had.
 
     Args:
         root: root of its chain of keys.
@@ -41,7 +43,7 @@ class StreamKeys:
             that behind a block with another name nothing is found, and nothing is hashed.
 
     Attributes:
-        own: of blocks that are named with the salt.
+        own: of blocks that are named with the salt, open ones included.
         public: of blocks of a prompt that is shared with all.
     """
 
@@ -88,6 +90,9 @@ class StreamKeys:
                 self._recall.choose(record)
                 if record.token_index < record.made_at:
                     del self._chain[record.token_index // self._size + 1 :]
+            case Closed(_, open_key) if open_key:
+                if self._within is None or open_key in self._within:
+                    self.own.add(BlockKey(open_key))
             case Rewound(token_index):
                 self._recall.rewind(token_index)
                 num_blocks = token_index // self._size

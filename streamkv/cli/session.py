@@ -15,7 +15,6 @@ from streamkv.cli.cache_view import open_writer
 from streamkv.cli.confirm import confirm
 from streamkv.cli.console import Output
 from streamkv.cli.feed import Feeder
-from streamkv.cli.feed_notes import notes_path
 from streamkv.cli.opening import open_engine, resumable
 from streamkv.cli.options import (
     DtypeOption,
@@ -38,7 +37,7 @@ from streamkv.errors import ConfigError, InputError, ModelError
 from streamkv.journal import delete_journal
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.names import validate_session_name
-from streamkv.store import delete_digests, journal_path, session_names
+from streamkv.store import delete_companions, journal_path, session_names
 
 NameArgument = Annotated[str, typer.Argument(help="The session.")]
 
@@ -137,7 +136,6 @@ def rm(
         # Nobody needs a model to be rid of a session.
         output.note(f"No engine opens ({error}), so its older blocks stay until they are evicted.")
         _delete_unreadable(options.store, name)
-    notes_path(options.store, name).unlink(missing_ok=True)
     output.line(f"Deleted session {name!r} of {view.num_tokens:,} tokens.")
     output.json({"deleted": name, "num_tokens": view.num_tokens})
 
@@ -255,7 +253,7 @@ def _delete_unreadable(store: Path, name: str) -> None:
     """Delete a session of which no engine can tell the blocks; what is not locked ages out."""
     with open_writer(store) as tier:
         tier.delete_session(name)
-        delete_digests(store, name)
+        delete_companions(store, name)
         delete_journal(journal_path(store, name))
 
 

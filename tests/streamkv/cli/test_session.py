@@ -10,9 +10,9 @@ from cli_runner import Run
 
 from streamkv import Engine, EngineConfig
 from streamkv.accepted_text import accepted_text
-from streamkv.cli.feed_notes import FeedNote, FeedNotes, notes_path
+from streamkv.cli.feed_notes import FeedNote, FeedNotes
 from streamkv.journal import Journal
-from streamkv.store import journal_path
+from streamkv.store import journal_path, notes_path
 
 LINE = "The window holds the newest tokens.\n"
 
