@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ from streamkv.device import (
 )
 from streamkv.digest_pages import DigestUsage
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
+from streamkv.exchange import Exchange
 from streamkv.executor import Executor
 from streamkv.live import LiveStream
 from streamkv.metered import MeteredRunner
@@ -28,6 +30,8 @@ from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
 from streamkv.pool_room import PoolRoom
 from streamkv.session import Session
+from streamkv.session_export import SessionExport
+from streamkv.session_import import SessionImport
 from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.step_loop import Call, StepLoop
@@ -158,6 +162,9 @@ class Engine:
                 self._store,
                 self._sharing,
             )
+            self._exchange = Exchange(
+                self._adapter, self._store, self._tiers, self._opener.check_import
+            )
             opened.pop_all()
 
     def _ssd_tier(self) -> SsdTier | None:
@@ -218,6 +225,7 @@ class Engine:
             self._require_open()
             if name in self._sessions:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
+            self._exchange.require_not_arriving(name)
             live = self._opener.open(name, system, sharers)
             return self._opened(live)
 
@@ -227,6 +235,7 @@ class Engine:
             self._require_open()
             if name in self._sessions:
                 raise name_is_taken(name)
+            self._exchange.require_not_arriving(name)
             # After the engine's lock: the engine's end waits for the intake while it has that.
             with live.intake.lock:
                 live.intake.require_open()
@@ -236,6 +245,64 @@ class Engine:
         session = Session(live, self._loop, self._session_closed, self._fork)
         self._sessions[live.name] = session
         return session
+
+    def export_session(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        all_blocks: bool = False,
+        overwrite: bool = False,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> SessionExport:
+        """Write a session, open or asleep, into one file; the session stays as it is.
+
+        An open one is written as its journal and its newest checkpoint tell of it.
+
+        Args:
+            name: of the session.
+            path: of the file, which appears whole and durable, or not at all.
+            all_blocks: old blocks and digests go along, as far as they are stored, so that recall
+                and `full` go on elsewhere; else what a resume needs, and the journal.
+            overwrite: replace a file of this name.
+            on_progress: called with blocks done and blocks in all, now and then.
+
+        Raises:
+            ConfigError: the engine has no store.
+            InputError: no name of a session, or there is a file of this name.
+            JournalError, StoreError: it cannot be read, or the file not be written.
+        """
+        self._require_open()
+        return self._exchange.export(name, path, all_blocks, overwrite, on_progress)
+
+    def import_session(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        tenant: str | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> SessionImport:
+        """Make a session of one that was exported; it sleeps until it is opened by its name.
+
+        What came in the file is shown to no other session, unless a tenant is named.
+
+        Args:
+            path: of the file.
+            name: of the session; `None`: the name it had.
+            tenant: whose it will be: other sessions of that tenant then take its blocks for theirs,
+                so the file must be one that you trust.
+            on_progress: called with bytes done and bytes in all, now and then.
+
+        Raises:
+            ConfigError: the engine has no store.
+            InputError: the file is damaged, no export, or of another model; or there is a session
+                of this name.
+            QuotaError: it has more tokens than one may have, or there may not be another one.
+            JournalError, StoreError: the store cannot be written. Nothing is left of it.
+        """
+        self._require_open()
+        return self._exchange.bring(path, name, tenant, on_progress)
 
     def wait_until_fast(self) -> bool:
         """Wait until the native decode step is ready or given up; whether there is one.

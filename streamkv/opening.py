@@ -140,6 +140,9 @@ class SessionOpener:
             forked.checkpointer.write_now()
         return forked
 
+    def check_import(self, name: str, journal: Journal) -> None:
+        """Raise unless a session of this name may come in."""
+
     def release(self, name: str) -> None:
         """Give back the room of a session."""
         self._room.release(name)

@@ -65,20 +65,35 @@ class StreamKeys:
         self._windows = [(0, created)]
         self._recall = RecallHistory()
 
+    @property
+    def chain(self) -> list[BlockKey]:
+        """Keys of the full blocks that the stream has now, the first first."""
+        return self._chain[1:]
+
+    @property
+    def root(self) -> BlockKey:
+        """Root of the chain."""
+        return self._chain[0]
+
     def read(self, records: Iterable[Record]) -> None:
         """Take in all records of the session, from the first on."""
         for record in records:
-            self._apply(record)
-        self._seal()
+            self.take(record)
+        self.finish()
 
-    def _apply(self, record: Record) -> None:
+    def take(self, record: Record) -> list[BlockKey]:
+        """Take in the next record; returns the keys of full blocks that became certain with it."""
         if isinstance(record, Kept):
             # Written after its tokens, and in force for them.
             start, window = record.token_index, self._windows[-1][1]
             window = window.with_sinks(start, start + record.num_tokens)
             self._windows.append((start, window))
-            return
-        self._seal()
+            return []
+        named = self.finish()
+        self._apply(record)
+        return named
+
+    def _apply(self, record: Record) -> None:
         match record:
             case Fed(_, _, ids) | Given(_, ids) | Generated(ids) | Flushed(ids):
                 self._ids.extend(ids)
@@ -104,8 +119,9 @@ class StreamKeys:
                     if since == 0 or since < token_index
                 ]
 
-    def _seal(self) -> None:
-        """Name the blocks that are full."""
+    def finish(self) -> list[BlockKey]:
+        """Name the blocks that are full; returns their keys."""
+        before = len(self._chain)
         while len(self._ids) >= self._size * len(self._chain) and self._is_looked_for():
             index = len(self._chain) - 1
             start = self._size * index
@@ -117,6 +133,7 @@ class StreamKeys:
             self._chain.append(key)
             is_public = index < self._salting.num_shared_blocks
             (self.public if is_public else self.own).add(key)
+        return self._chain[before:]
 
     def _is_looked_for(self) -> bool:
         """Whether a block may follow the newest one that is named."""

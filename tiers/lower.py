@@ -9,7 +9,7 @@ This module does not know who uses a block nor who waits for it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from streamkv.errors import StoreError, StoreFullError
@@ -191,7 +191,7 @@ class LowerTiers:
             ssd = self._ssd
             self._try(lambda: ssd.delete(stored))
 
-    def erase_stored(self, keys: Iterable[BlockKey]) -> bool:
+    def erase_stored(self, keys: Collection[BlockKey]) -> bool:
         """Remove blocks from the ssd, also those that are damaged and so not shown, and sync.
 
         Returns whether they are gone; not if the ssd tier failed, now or before.

@@ -1,4 +1,4 @@
-"""`streamkv session`: sessions of a store, listed, fed, forked and rewound.
+"""`streamkv session`: sessions of a store, listed, fed, forked, rewound and exchanged.
 
 `ls` and `show` read journals beside whoever writes them, without the model.
 """
@@ -30,6 +30,7 @@ from streamkv.cli.options import (
 )
 from streamkv.cli.places import chosen_store
 from streamkv.cli.progress import format_duration
+from streamkv.cli.session_files import export, import_
 from streamkv.cli.session_view import SessionView, view_session, view_sessions
 from streamkv.cli.text_file import TextFile, stdin_lines
 from streamkv.config import format_size
@@ -45,7 +46,8 @@ NameArgument = Annotated[str, typer.Argument(help="The session.")]
 def make_app() -> typer.Typer:
     """The commands of `streamkv session`."""
     app = typer.Typer(
-        help="Sessions of a store: list, show, remove, feed, fork, rewind.", rich_markup_mode=None
+        help="Sessions of a store: list, show, remove, feed, fork, rewind, export, import.",
+        rich_markup_mode=None,
     )
     app.command("ls")(ls)
     app.command()(show)
@@ -53,6 +55,8 @@ def make_app() -> typer.Typer:
     app.command()(feed)
     app.command()(fork)
     app.command()(rewind)
+    app.command()(export)
+    app.command("import")(import_)
     return app
 
 
