@@ -4,11 +4,12 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from streamkv.config import EngineConfig, choose_dtype, parse_size
+from streamkv.config import EngineConfig, choose_dtype, parse_duration, parse_size
 from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
@@ -23,12 +24,14 @@ from streamkv.digest_pages import DigestUsage
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
 from streamkv.exchange import Exchange
 from streamkv.executor import Executor
+from streamkv.expiry import Expiry
 from streamkv.live import LiveStream
 from streamkv.metered import MeteredRunner
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
 from streamkv.pool_room import PoolRoom
+from streamkv.quotas import Quotas
 from streamkv.session import Session
 from streamkv.session_export import SessionExport
 from streamkv.session_import import SessionImport
@@ -81,6 +84,7 @@ class Engine:
             # Measured on two cores: 2,900 sleeps in a step of 512 tokens, a quarter of its time.
             self._loop.submit(Call(lambda: self._open(model, on_progress))).result()
             self._keep_from_collector()
+            self._begin_expiry()
         except BaseException:
             self._loop.close()
             raise
@@ -106,6 +110,24 @@ class Engine:
         )
         self._store = Store.open(self.config, self._adapter)
         self._open_tiers(on_progress)
+
+    def _begin_expiry(self) -> None:
+        self._expiry: Expiry | None = None
+        if self._store is None:
+            return
+        after = self.config.expire_after
+        self._expiry = Expiry(
+            self._store.path,
+            parse_duration("expire_after", after) if after is not None else None,
+            self._alone,
+            self._exchange.delete,
+        )
+        self._expiry.look()
+        self._expiry.start()
+
+    def _alone(self, name: str) -> AbstractContextManager[bool]:
+        """A context in which nobody opens this session; it gives whether it is not open already."""
+        return self._exchange.alone(name, lambda: name in self._sessions)
 
     def _keep_from_collector(self) -> None:
         """Keep what is loaded now out of Python's garbage collections.
@@ -198,6 +220,8 @@ class Engine:
         system: str | None = None,
         tenant: str | None = None,
         shared_prompt: bool = False,
+        session_tokens: int | None = None,
+        expire_after: float | str | None = None,
     ) -> Session:
         """Open a session: it resumes if it exists, else it is created.
 
@@ -210,8 +234,14 @@ class Engine:
                 session; a different one later is refused.
             shared_prompt: the system prompt is no secret: its blocks are shared with every session
                 that was opened so, of any tenant or none.
+            session_tokens: most tokens that it may have, in place of the engine's; kept with the
+                session, a different one later is refused.
+            expire_after: seconds, a text such as `"30d"`, or `"never"`: how long it may sleep until
+                it is deleted, likewise.
 
         Raises:
+            QuotaError: there may be no session more, or its system prompt has too many tokens.
+            ConfigError: no number of tokens, or no duration.
             InputError: not a name, a system prompt too long to keep, no name of a tenant, or a
                 shared prompt that is not given.
             SessionError: open already, or created with another system prompt, another model or
@@ -221,12 +251,13 @@ class Engine:
         """
         validate_session_name(name)
         sharers = Sharers(tenant, shared_prompt)
+        quotas = Quotas(session_tokens, expire_after)
         with self._lock:
             self._require_open()
             if name in self._sessions:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
             self._exchange.require_not_arriving(name)
-            live = self._opener.open(name, system, sharers)
+            live = self._opener.open(name, system, sharers, quotas)
             return self._opened(live)
 
     def _fork(self, live: LiveStream, name: str) -> Session:
@@ -304,6 +335,20 @@ class Engine:
         self._require_open()
         return self._exchange.bring(path, name, tenant, on_progress)
 
+    def expire(self, older_than: float | str | None = None) -> list[str]:
+        """Delete sessions that have slept for too long, now; returns their names.
+
+        Args:
+            older_than: seconds, or a text such as `"30d"`: those that have slept longer, but for
+                sessions that never expire; `None`: those whose time is over.
+
+        Raises:
+            ConfigError: not a duration.
+        """
+        older_than_s = parse_duration("older_than", older_than) if older_than is not None else None
+        self._require_open()
+        return self._expiry.expire(older_than_s) if self._expiry is not None else []
+
     def wait_until_fast(self) -> bool:
         """Wait until the native decode step is ready or given up; whether there is one.
 
@@ -342,6 +387,8 @@ class Engine:
 
     def close(self) -> None:
         """Put every session to sleep and release everything. Closing twice is allowed."""
+        if self._expiry is not None:
+            self._expiry.close()
         with self._lock:
             if self._closed:
                 return

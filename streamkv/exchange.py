@@ -1,8 +1,8 @@
 """Sessions of one engine out into files, and in from them.
 
 Invariant: nothing here touches an open session but to read its journal and its stored blocks; a
-session that comes in is asleep. Names that are on their way in are known, so that nobody opens a
-session of that name meanwhile.
+session that comes in is asleep. Names that are on their way, in or out for good, are known, so that
+nobody opens a session of that name meanwhile.
 """
 
 import threading
@@ -15,6 +15,7 @@ from streamkv.errors import ConfigError, InputError, SessionError
 from streamkv.journal import Journal
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
+from streamkv.session_deletion import delete_stored
 from streamkv.session_export import OnExport, SessionExport, export_session
 from streamkv.session_import import Importer, OnImport, SessionImport
 from streamkv.sharing import Sharers, salting_of
@@ -90,12 +91,33 @@ class Exchange:
         with self._reserved(chosen, store):
             return importer.run(chosen, tenant, lambda journal: self._check(chosen, journal))
 
+    @contextmanager
+    def alone(self, name: str, is_open: Callable[[], bool]) -> Iterator[bool]:
+        """A context in which nobody opens this session; whether it is not open already."""
+        with self._lock:
+            is_alone = name not in self._arriving and not is_open()
+            if is_alone:
+                self._arriving.add(name)
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                with self._lock:
+                    self._arriving.discard(name)
+
+    def delete(self, name: str, journal: Journal) -> None:
+        """Delete a session that sleeps; errors as `delete_stored`."""
+        spec = self._adapter.spec
+        root = self._root(salting_of(journal.header, spec.block_size))
+        delete_stored(name, journal, root, spec.block_size, self._require_store(), self._tiers)
+
     def require_not_arriving(self, name: str) -> None:
-        """Raise `SessionError` if a session of this name is being imported."""
+        """Raise `SessionError` if a session of this name is being imported or deleted."""
         with self._lock:
             if name in self._arriving:
                 raise SessionError(
-                    f"session {name!r} is being imported. Open it when that is done."
+                    f"session {name!r} is being imported, or has expired and is being deleted. "
+                    "Try again in a moment."
                 )
 
     @contextmanager

@@ -1,15 +1,12 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import Attention
-from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
-from streamkv.errors import InputError, JournalError, SessionError, StoreError
+from streamkv.errors import InputError, JournalError, SessionError
 from streamkv.executor import Executor
 from streamkv.full_rewind import FullRewind
 from streamkv.intake import Intake
@@ -21,8 +18,9 @@ from streamkv.recovery import Recovery, open_block_key
 from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.session_deletion import delete_stored
 from streamkv.sharing import Sharing
-from streamkv.store import Store, delete_companions
+from streamkv.store import Store
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
@@ -259,24 +257,5 @@ class LiveStream:
                 self.tiers.forget(self.name).wait()
                 return
             with self.journal:
-                self._delete_stored(self.journal, self.store)
-
-    def _delete_stored(self, journal: Journal, store: Store) -> None:
-        """The journal goes last: without it nobody knows what else there was."""
-        sequence = self.sequence
-        keys = keys_to_delete(
-            journal, sequence.root_key, sequence.block_size, self._other_journals()
-        )
-        if not self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait():
-            raise StoreError(
-                f"session {self.name!r}: its blocks cannot be deleted, because the ssd tier "
-                "failed, so it is still there. Open the engine again, then delete it."
-            )
-        delete_companions(store.path, self.name)
-        journal.delete()
-
-    def _other_journals(self) -> Iterator[Path]:
-        if self.store is not None:
-            for name in self.store.session_names():
-                if name != self.name:
-                    yield self.store.journal_path(name)
+                root, size = self.sequence.root_key, self.sequence.block_size
+                delete_stored(self.name, self.journal, root, size, self.store, self.tiers)

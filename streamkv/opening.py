@@ -6,11 +6,12 @@ module knows nothing of handles and locks; the engine calls it with its lock hel
 
 import hashlib
 import time
+from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
 from streamkv.digest_file import DigestFile, copy_digests
-from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
+from streamkv.errors import ConfigError, InputError, PoolFullError, QuotaError, SessionError
 from streamkv.executor import Executor
 from streamkv.forking import share_blocks
 from streamkv.intake import Intake
@@ -20,6 +21,7 @@ from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
 from streamkv.pool_room import PoolRoom
+from streamkv.quotas import UNLIMITED, Quotas, require_tokens, tokens_allowed
 from streamkv.recall_log import RecallLog
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
@@ -65,11 +67,18 @@ class SessionOpener:
         self._sharing = sharing
         self._num_opened = 0
 
-    def open(self, name: str, system: str | None, asked: Sharers = PRIVATE) -> LiveStream:
+    def open(
+        self,
+        name: str,
+        system: str | None,
+        asked: Sharers = PRIVATE,
+        quotas: Quotas = UNLIMITED,
+    ) -> LiveStream:
         """The live stream of a session, new or resumed.
 
         Raises:
             ConfigError: a system prompt too long to keep.
+            QuotaError: there may be no session more, or its system prompt is too long.
             InputError: a shared prompt that is not given.
             SessionError: created with another system prompt, another model or other sharers, or it
                 recalls more than the engine has room for.
@@ -81,8 +90,15 @@ class SessionOpener:
             resumed = journal is not None
             if journal is not None:
                 asked.check(name, journal.header)
+                quotas.check(name, journal.header)
                 self._check_recall(name, journal)
-            header = journal.header if journal is not None else self._new_header(system, asked)
+            else:
+                self._require_one_more(name)
+            header = (
+                journal.header
+                if journal is not None
+                else self._new_header(name, system, asked, quotas)
+            )
             self._reserve(name, header.num_sink_tokens, header.window_size)
             if journal is None and self._store is not None:
                 journal = Journal.create(self._store.journal_path(name), header)
@@ -103,11 +119,13 @@ class SessionOpener:
 
         Raises:
             InputError: there is a session of this name already.
+            QuotaError: there may be no session more.
             PoolFullError: no room for another window.
             JournalError: its journal cannot be made.
         """
         if self._store is not None and self._store.journal_path(name).exists():
             raise name_is_taken(name)
+        self._require_one_more(name)
         journal: Journal | None = None
         self._num_opened += 1
         sequence = live.sequence.copy(self._num_opened)
@@ -125,7 +143,14 @@ class SessionOpener:
             log = self._recall_log(name, journal, memory)
             self._executor.fork(live.sequence, sequence, log)
             forked = self._assemble(
-                name, sequence, live.created_window, journal, memory, log, resumed=False
+                name,
+                sequence,
+                live.created_window,
+                journal,
+                memory,
+                log,
+                resumed=False,
+                allowed=live.intake.tokens_allowed,
             )
             live.intake.fork_into(forked.intake)
         except BaseException:
@@ -141,11 +166,32 @@ class SessionOpener:
         return forked
 
     def check_import(self, name: str, journal: Journal) -> None:
-        """Raise unless a session of this name may come in."""
+        """Raise `QuotaError` unless a session of this name and journal may come in."""
+        self._require_one_more(name)
+        allowed = tokens_allowed(journal.header, self._config)
+        require_tokens(name, journal.state.num_tokens, allowed)
 
     def release(self, name: str) -> None:
         """Give back the room of a session."""
         self._room.release(name)
+
+    def _require_one_more(self, name: str) -> None:
+        """Raise `QuotaError` if the store has as many sessions as it may."""
+        most, store = self._config.max_stored_sessions, self._store
+        if most is None or store is None:
+            return
+        names = store.session_names()
+        if len(names) < most:
+            return
+        asleep = [each for each in names if each not in self._room.owners] or names
+        oldest = min(asleep, key=lambda each: _written_s(store.journal_path(each)))
+        raise QuotaError(
+            "max_stored_sessions",
+            most,
+            f"there are {len(names)} sessions, so {name!r} cannot be made",
+            f"Delete one: {oldest!r} has slept longest (streamkv session rm '{oldest}'). Or open "
+            "the engine with a larger max_stored_sessions.",
+        )
 
     def _existing_journal(self, name: str, system: str | None) -> Journal | None:
         if self._store is None or not self._store.journal_path(name).exists():
@@ -203,7 +249,9 @@ class SessionOpener:
             )
         return RecallLog(journal, digests)
 
-    def _new_header(self, system: str | None, asked: Sharers) -> SessionHeader:
+    def _new_header(
+        self, name: str, system: str | None, asked: Sharers, quotas: Quotas
+    ) -> SessionHeader:
         config = self._config
         num_opening = len(self._opening_ids(system)) if system else 0
         num_sinks = max(config.num_sink_tokens, num_opening)
@@ -215,7 +263,7 @@ class SessionOpener:
                 f"{self._adapter.trained_length}",
                 "Use a shorter system prompt or a smaller window_size.",
             )
-        return SessionHeader(
+        header = SessionHeader(
             model=self._adapter.name,
             weights=self._adapter.fingerprint.hex(),
             vocab_size=self._adapter.vocab_size,
@@ -227,7 +275,11 @@ class SessionOpener:
             created_s=time.time(),
             system_digest=_digest(system) if system is not None else "",
             num_shared_tokens=asked.num_shared(num_opening),
+            session_tokens=quotas.session_tokens,
+            expire_after_s=quotas.expire_after_s,
         )
+        require_tokens(name, num_opening, tokens_allowed(header, config))
+        return header
 
     def _reserve(self, name: str, num_sink_tokens: int, window_size: int) -> None:
         """Count the blocks that the session may need against the pool."""
@@ -255,7 +307,8 @@ class SessionOpener:
         log = self._recall_log(name, journal, memory)
         try:
             self._executor.open(sequence, log, window)
-            live = self._assemble(name, sequence, window, journal, memory, log, resumed)
+            allowed = tokens_allowed(header, self._config)
+            live = self._assemble(name, sequence, window, journal, memory, log, resumed, allowed)
             if journal is not None and resumed:
                 self._recover(live, journal)
             self._executor.resume(sequence, self._config.attention)
@@ -273,6 +326,7 @@ class SessionOpener:
         memory: MemoryPast,
         log: RecallLog,
         resumed: bool,
+        allowed: int | None,
     ) -> LiveStream:
         adapter, config, tokenizer = self._adapter, self._config, self._tokenizer
         checkpointer = None
@@ -290,7 +344,14 @@ class SessionOpener:
             )
             log.on_void, log.on_keep = checkpointer.void, checkpointer.write_now
         intake = Intake(
-            sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length, memory
+            sequence,
+            tokenizer,
+            journal,
+            adapter.vocab_size,
+            adapter.trained_length,
+            memory,
+            name,
+            allowed,
         )
         return LiveStream(
             name=name,
@@ -335,6 +396,14 @@ def name_is_taken(name: str) -> InputError:
     """The error for a new session whose name another one has."""
     remedy = "Use another name, or delete that session first."
     return InputError("name", name, "there is a session of this name", remedy)
+
+
+def _written_s(path: Path) -> float:
+    """When a journal was written last; one that is gone by now, just now."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 def _digest(text: str) -> str:

@@ -132,7 +132,7 @@ class Importer:
         with _unfinished(self._store / "sessions") as spool, contextlib.ExitStack() as undo:
             undo.callback(delete_digests, self._store, name)
             arrival = _Arrival(name, tenant, check, self._blocks, self._root_of)
-            undo.callback(arrival.undo)
+            undo.callback(arrival.undo, journal_path(self._store, name))
             with self._open() as (file, reader), self._digests(name) as digests:
                 for frame in reader.frames():
                     if frame.kind is ExportKind.JOURNAL:
@@ -289,12 +289,13 @@ class _Arrival:
         os.close(journal_file.create_locked(path, parts))
         self._journal.close()
 
-    def undo(self) -> None:
-        """Take back what was stored."""
+    def undo(self, path: Path) -> None:
+        """Take back what was stored; if `path` is there, a session of this name came meanwhile."""
         if self._journal is not None:
             self._journal.close()
         with contextlib.suppress(StoreError):
-            self._blocks.set_manifest(self._name, [])
+            if not path.exists():
+                self._blocks.set_manifest(self._name, [])
             self._blocks.delete(self._written)
 
     @property
