@@ -189,8 +189,9 @@ class Importer:
         except BadExportError as error:
             remedy = "Export the session again, or use another copy of the file."
             raise self._refused(str(error), remedy) from error
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise self._refused(error.strerror or "no file", "Check the path.") from error
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+            raise self._refused(problem, "Check the path, its rights and the disk.") from error
 
     @contextlib.contextmanager
     def _digests(self, name: str) -> Iterator[BinaryIO]:
