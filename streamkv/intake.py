@@ -117,6 +117,17 @@ class Intake:
         self._has_turns = has_turns
         self.text_chars = text_chars
 
+    def pieces(self, item: Any) -> Iterator[str | list[int]]:
+        """A fed item in pieces; a list, which is handed over whole, has room whole or is refused.
+
+        Raises:
+            InputError: neither a text nor a list of token ids.
+            QuotaError: a list of more tokens than the session may have.
+        """
+        if isinstance(item, list | tuple):
+            self.require_room(len(item))
+        return pieces(item)
+
     def accept(self, piece: str | list[int]) -> None:
         """Accept a piece of text, or token ids.
 
@@ -340,9 +351,8 @@ class FedItem:
     def __init__(self, intake: Intake, sequence: Sequence, item: Any) -> None:
         self._intake = intake
         self._sequence = sequence
-        self._pieces = pieces(item)
+        self._pieces = intake.pieces(item)
         self._is_list = isinstance(item, list | tuple)
-        self._num_ids = len(item) if self._is_list else 0
         self._refused: str | list[int] | None = None
 
     def accept_next(self) -> bool:
@@ -351,10 +361,6 @@ class FedItem:
         Raises:
             InputError, QuotaError, JournalError: as `Intake.accept`.
         """
-        num_ids, self._num_ids = self._num_ids, 0
-        if num_ids > 0:
-            # A list is handed over whole: all of it has room, or none of it is accepted.
-            self._intake.require_room(num_ids)
         refused, self._refused = self._refused, None
         piece = refused if refused is not None else next(self._pieces, None)
         if piece is None:

@@ -61,9 +61,10 @@ def test_what_would_be_more_tokens_than_allowed_is_refused_whole(
 def test_a_list_of_ids_has_room_whole_or_not_at_all(tiny_model_dir: Path, tmp_path: Path) -> None:
     with engine_on(tiny_model_dir, tmp_path, session_tokens=10_000) as engine:
         session = engine.session("one")
-        with pytest.raises(QuotaError):
-            session.feed([some_ids(10_001)]).run()
-        assert session.num_tokens == 0
+        for read in (session.feed, session.score, session.score_chunks):
+            with pytest.raises(QuotaError):
+                read([some_ids(10_001)]).run()
+            assert session.num_tokens == 0
         session.feed([some_ids(10_000)]).run()
         assert session.num_tokens == 10_000
 

@@ -41,7 +41,7 @@ def test_sessions_are_listed_and_shown(
     run("session", "feed", "a", book, *small)
     listed = run("session", "ls", *where)
     header, row = listed.out.splitlines()
-    assert header.split() == ["name", "tokens", "characters", "fed", "state", "changed"]
+    assert header.split() == ["name", "tokens", "characters", "fed", "state", "changed", "expires"]
     assert row.split()[0] == "a" and "sleeping" in row
     shown = run("session", "show", "a", *where, "--json").json
     assert shown["text_chars"] == len(book.read_text())
