@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import crash_child
 import import_child
 import pytest
 from recall_child import options, seeded, some_ids
@@ -18,6 +19,9 @@ from streamkv.errors import (
     StoreError,
     StoreFullError,
 )
+from streamkv.session_copy import BlockSource
+from streamkv.session_export import export_session
+from streamkv.store import blocks_path
 from streamkv.tiers.faults import inject
 
 TEXT = "".join(f"Entry {number}: the dog sleeps on in the sun.\n" for number in range(160))
@@ -110,6 +114,8 @@ def test_with_all_blocks_it_recalls_and_goes_back_as_the_original_would(
         assert expected["attended"]
     with Engine(str(tiny_model_dir), options(str(tmp_path / "b"))) as engine:
         assert engine.import_session(file, "two").num_unknown == 0
+        locked = engine._store.blocks.manifest("two")  # type: ignore[union-attr]
+        assert len(locked) == lean.num_blocks, "old blocks may be evicted like any other"
         session = engine.session("two")
         assert session.mode == "recall"
         assert tokens_after_all(session) == expected
@@ -339,3 +345,32 @@ def test_a_full_disk_takes_no_file_and_no_session(
         (small_disk / "ballast").unlink()
         engine.import_session(exported)
         assert engine.session("diary").resumed
+
+
+def test_it_is_exported_beside_a_process_that_feeds_it(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    store, file = tmp_path / "store", tmp_path / "victim.skv"
+    command = [sys.executable, crash_child.__file__, str(tiny_model_dir), str(store), "all", "feed"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            for _ in range(20):
+                child.stdout.readline()
+            with BlockSource(blocks_path(store)) as source:
+                done = export_session(store, "victim", file, source, source.format)
+            child.stdout.readline()
+        finally:
+            child.kill()
+    text = crash_child.TEXT
+    assert done.num_blocks > 0 and 0 < done.text_chars < 9000
+    found = []
+    for target, name in ((tmp_path / "b", "victim"), (None, "calm")):
+        with Engine(str(tiny_model_dir), config(target)) as engine:
+            if target is not None:
+                engine.import_session(file)
+            session = engine.session(name, system="You keep a diary.")
+            assert (session.num_tokens == done.num_tokens) == (target is not None)
+            session.feed(text[session.text_chars : 9000]).run()
+            found.append(tokens_of(session))
+    assert found[0] == found[1]
