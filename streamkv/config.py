@@ -56,6 +56,30 @@ def _require_possible(field: str, value: int | str, num_bytes: int) -> int:
     return num_bytes
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+
+MAX_SECONDS = 10**10
+"""The longest duration that is taken for one."""
+
+
+def parse_duration(field: str, value: float | str) -> float:
+    """Seconds of a duration such as `"30d"`, `"12h"`, `"90min"` or `3600`.
+
+    Raises:
+        ConfigError: not a duration, not above 0, or more than 300 years.
+    """
+    seconds = -1.0
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        seconds = float(match.group(1)) * _SECONDS.get(match.group(2), -1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 < seconds <= MAX_SECONDS:
+        remedy = 'Write seconds or a duration such as "30d", "12h" or "90min".'
+        raise ConfigError(field, value, "not a duration", remedy)
+    return seconds
+
+
 def format_size(num_bytes: float) -> str:
     """A size for people, such as `1.4 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -162,6 +186,11 @@ class EngineConfig:
         digest_bytes: bytes of the GPU for the digests by which old blocks are chosen; those that
             find no room there lie in host memory; 0: all of them; `None`: 131,072 tokens of each of
             `max_sessions`. On a CPU all are in host memory.
+        session_tokens: most tokens that a session may have; `None`: any number.
+        max_stored_sessions: most sessions of the store, awake and asleep, for one more to be made;
+            `None`: any number.
+        expire_after: seconds, or a text such as `"30d"`: a session that has slept longer is
+            deleted; `None`: none is. A session may be created with a time of its own.
         trust_remote_code: let a model's own Python code run.
     """
 
@@ -190,6 +219,9 @@ class EngineConfig:
     recall_stride: int | None = None
     position_policy: PositionPolicy = "far"
     digest_bytes: int | str | None = None
+    session_tokens: int | None = None
+    max_stored_sessions: int | None = None
+    expire_after: float | str | None = None
     trust_remote_code: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -227,6 +259,12 @@ class EngineConfig:
         require_choice("batch_invariant", self.batch_invariant, (False, True))
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1, 1024)
+        if self.session_tokens is not None:
+            require_int("session_tokens", self.session_tokens, 1)
+        if self.max_stored_sessions is not None:
+            require_int("max_stored_sessions", self.max_stored_sessions, 1)
+        if self.expire_after is not None:
+            parse_duration("expire_after", self.expire_after)
         require_choice("trust_remote_code", self.trust_remote_code, (False, True))
         if self.store is not None:
             _require_directory("store", self.store)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from typing import Any
 
 from streamkv.chat import Segment
-from streamkv.errors import EngineClosedError, InputError, JournalError, StreamKVError
+from streamkv.errors import EngineClosedError, InputError, JournalError, QuotaError, StreamKVError
 from streamkv.incremental import require_text
 from streamkv.journal import Journal
 from streamkv.journal_records import (
@@ -25,6 +25,7 @@ from streamkv.journal_records import (
     Turn,
 )
 from streamkv.past import MemoryPast
+from streamkv.quotas import require_tokens
 from streamkv.sequence import Sequence
 from streamkv.tokenizer import Tokenizer
 
@@ -60,9 +61,11 @@ class Intake:
         vocab_size: token ids are below it.
         trained_length: positions that sink tokens and window may take together.
         memory: what remembers the stream of a session without a journal, if anything does.
+        name: of the session.
+        tokens_allowed: most tokens that it may have; `None`: any number.
 
     Attributes:
-        vocab_size: as given.
+        vocab_size, tokens_allowed: as given.
     """
 
     def __init__(
@@ -73,7 +76,11 @@ class Intake:
         vocab_size: int,
         trained_length: int,
         memory: MemoryPast | None = None,
+        name: str = "",
+        tokens_allowed: int | None = None,
     ) -> None:
+        self._name = name
+        self.tokens_allowed = tokens_allowed
         self._memory = memory
         self._sequence = sequence
         self._tokenizer = tokenizer
@@ -81,6 +88,7 @@ class Intake:
         self.vocab_size = vocab_size
         self._trained_length = trained_length
         self._encoder = tokenizer.encoder()
+        self._tail = ""
         self._has_turns = False
         self._closed = False
         self.lock = threading.Lock()
@@ -105,8 +113,20 @@ class Intake:
             has_turns: the stream holds turns, so an answer may be open.
         """
         self._encoder = self._tokenizer.encoder(tail=tail, at_start=self._is_start)
+        self._tail = tail
         self._has_turns = has_turns
         self.text_chars = text_chars
+
+    def pieces(self, item: Any) -> Iterator[str | list[int]]:
+        """A fed item in pieces; a list, which is handed over whole, has room whole or is refused.
+
+        Raises:
+            InputError: neither a text nor a list of token ids.
+            QuotaError: a list of more tokens than the session may have.
+        """
+        if isinstance(item, list | tuple):
+            self.require_room(len(item))
+        return pieces(item)
 
     def accept(self, piece: str | list[int]) -> None:
         """Accept a piece of text, or token ids.
@@ -115,6 +135,7 @@ class Intake:
 
         Raises:
             InputError: invalid Unicode, or a token id out of range.
+            QuotaError: the session would have more tokens than it may.
             JournalError: it could not be written, so it was not accepted.
         """
         if isinstance(piece, str):
@@ -128,7 +149,8 @@ class Intake:
         require_text("items", text)
         at_start = self._encoder.at_start
         ids = self._encoder.push(text)
-        self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start)
+        held = self._held_tokens(len(ids))
+        self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start, held)
         self.text_chars += len(text)
         self._sequence.append(ids)
 
@@ -144,14 +166,30 @@ class Intake:
             self._write_or_restore(Flushed(tuple(ids)), at_start)
             self._sequence.append(ids)
 
-    def _write_or_restore(self, record: Record, at_start: bool) -> None:
+    def require_room(self, num_tokens: int) -> None:
+        """Raise `QuotaError` if so many more tokens would be more than the session may have."""
+        require_tokens(self._name, self._sequence.num_tokens + num_tokens, self.tokens_allowed)
+
+    def _held_tokens(self, num_new: int) -> int:
+        """Tokens that the text that is held back will make, if it matters how many."""
+        tail, allowed = self._encoder.tail, self.tokens_allowed
+        # No character makes more tokens than it has bytes, which are four at most.
+        most = self._sequence.num_tokens + num_new + 4 * len(tail) + 1
+        if allowed is None or most <= allowed:
+            return 0
+        twin = self._tokenizer.encoder(tail=tail, at_start=self._encoder.at_start)
+        return len(twin.flush())
+
+    def _write_or_restore(self, record: Fed | Flushed, at_start: bool, num_held: int = 0) -> None:
         """Write what the encoder has just made; if that fails, put the encoder back."""
+        before = self._tail
         try:
+            self.require_room(len(record.ids) + num_held)
             self._write(record)
-        except (JournalError, EngineClosedError, InputError):
-            tail = self._journal.state.tail if self._journal is not None else ""
-            self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
+        except (JournalError, EngineClosedError, InputError, QuotaError):
+            self._encoder = self._tokenizer.encoder(tail=before, at_start=at_start)
             raise
+        self._tail = self._encoder.tail
 
     def fork_into(self, other: "Intake") -> None:
         """Have the intake of a forked sequence go on where this one stands."""
@@ -239,8 +277,10 @@ class Intake:
         """Accept a sampled token. It may be handed out once this has returned.
 
         Raises:
+            QuotaError: the session would have more tokens than it may.
             JournalError: it could not be written.
         """
+        self.require_room(1)
         self._write(Generated((token_id,)))
         self._sequence.append((token_id,))
 
@@ -264,9 +304,11 @@ class Intake:
 
     def _give(self, kind: GivenKind, ids: Ids[int], *more: Record) -> None:
         """Accept ids while no text is held back, and what the journal says about them."""
+        self.require_room(len(ids))
         self._write(Given(kind, tuple(ids)), *more)
         self._sequence.append(ids)
         self._encoder = self._tokenizer.encoder(at_start=self._is_start)
+        self._tail = ""
 
     def _write(self, *records: Record) -> None:
         with self.lock:
@@ -309,7 +351,7 @@ class FedItem:
     def __init__(self, intake: Intake, sequence: Sequence, item: Any) -> None:
         self._intake = intake
         self._sequence = sequence
-        self._pieces = pieces(item)
+        self._pieces = intake.pieces(item)
         self._is_list = isinstance(item, list | tuple)
         self._refused: str | list[int] | None = None
 
@@ -317,7 +359,7 @@ class FedItem:
         """Accept the next piece; False: there is none.
 
         Raises:
-            InputError, JournalError: as `Intake.accept`.
+            InputError, QuotaError, JournalError: as `Intake.accept`.
         """
         refused, self._refused = self._refused, None
         piece = refused if refused is not None else next(self._pieces, None)
