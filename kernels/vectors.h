@@ -129,6 +129,25 @@ INLINE vec exp_negative(vec x) {
     return scale_polynomial(r + whole * 2.12194440e-4f, n, low);
 }
 
+/* x / (1 + exp(-x)), by the exponential that is at most 1. */
+INLINE vec silu(vec x) {
+    const ivec is_negative = x < 0.0f;
+    ivec bits, mask = {0};
+    memcpy(&bits, &x, sizeof bits);
+    mask += INT32_MIN;
+    bits |= mask; /* -|x| */
+    vec below;
+    memcpy(&below, &bits, sizeof below);
+    const vec e = exp_negative(below), one = splat(1.0f);
+    ivec up, down, chosen;
+    memcpy(&up, &one, sizeof up);
+    memcpy(&down, &e, sizeof down);
+    chosen = (down & is_negative) | (up & ~is_negative);
+    vec top;
+    memcpy(&top, &chosen, sizeof top);
+    return x * top / (one + e);
+}
+
 /* 2^x for x <= 0, as exp_negative. */
 INLINE vec exp2_negative(vec x) {
 #ifdef __AVX512F__

@@ -10,7 +10,7 @@ import torch
 from streamkv import Engine, EngineConfig, SamplingParams
 from streamkv.block_table import BlockTable
 from streamkv.kernels import native, reference
-from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native import DecodeRow, NativeDecoder
 from streamkv.kernels.native_build import NativeUnavailableError, build, find_compiler
 from streamkv.kernels.rope import RopeTables
 from streamkv.model import ModelAdapter
@@ -81,7 +81,7 @@ def test_logits_and_kv_are_those_of_the_model(
             table.add(index // 64, (2, 0, 1)[index // 64])
         entries = build_table(table.entries(window, index, index + 1))
         slot, token_id = table.slot(index), 3 + index * 31 % (adapter.vocab_size - 3)
-        found = decoder.decode(token_id, index, slot, entries, 70, want_logits=True)
+        [found] = decoder.decode([DecodeRow(token_id, index, slot, entries, 70)])
 
         def attend(
             layer: int,
@@ -115,7 +115,8 @@ def test_the_number_of_threads_changes_no_bit(tiny_model_dir: Path, library: Pat
             rows = [(0, 0, 2**62, 0, min(64, index + 1)), (1, 64, 2**62, 0, max(0, index - 63))]
             block_ids, *rest = torch.tensor(rows).t().contiguous().unbind(0)
             table = native.SequenceTable(block_ids, *rest, num_sink_entries=0)
-            logits = decoder.decode(5 + index, index, index, table, 128, want_logits=True)
+            [logits] = decoder.decode([DecodeRow(5 + index, index, index, table, 128)])
+        assert logits is not None
         found.append(logits)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
