@@ -64,21 +64,21 @@ INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int pre
         for (int r = 0; r < num_rows; r++) put(p, input + i, row + r, sum(sums[i][r]));
 }
 
-/* All inputs with the rows from `row` on, which are read from memory once. */
-INLINE void tiles(const Product *p, int64_t row, int type, int prefetch, int num_rows) {
+/* All inputs with TILE_ROWS rows, which are read from memory once. */
+INLINE void tiles(const Product *p, int64_t row, int type, int prefetch) {
     int64_t input = 0;
     for (; input + TILE_INPUTS <= p->num_inputs; input += TILE_INPUTS)
-        tile(p, input, row, type, prefetch && input == 0, TILE_INPUTS, num_rows);
+        tile(p, input, row, type, prefetch && input == 0, TILE_INPUTS, TILE_ROWS);
     prefetch = prefetch && input == 0;
     switch (p->num_inputs - input) { /* loops of known lengths keep their sums in registers */
-        case 1: tile(p, input, row, type, prefetch, 1, num_rows); break;
+        case 1: tile(p, input, row, type, prefetch, 1, TILE_ROWS); break;
 #if TILE_INPUTS > 2
-        case 2: tile(p, input, row, type, prefetch, 2, num_rows); break;
-        case 3: tile(p, input, row, type, prefetch, 3, num_rows); break;
-        case 4: tile(p, input, row, type, prefetch, 4, num_rows); break;
-        case 5: tile(p, input, row, type, prefetch, 5, num_rows); break;
-        case 6: tile(p, input, row, type, prefetch, 6, num_rows); break;
-        case 7: tile(p, input, row, type, prefetch, 7, num_rows); break;
+        case 2: tile(p, input, row, type, prefetch, 2, TILE_ROWS); break;
+        case 3: tile(p, input, row, type, prefetch, 3, TILE_ROWS); break;
+        case 4: tile(p, input, row, type, prefetch, 4, TILE_ROWS); break;
+        case 5: tile(p, input, row, type, prefetch, 5, TILE_ROWS); break;
+        case 6: tile(p, input, row, type, prefetch, 6, TILE_ROWS); break;
+        case 7: tile(p, input, row, type, prefetch, 7, TILE_ROWS); break;
 #endif
     }
 }
@@ -89,13 +89,13 @@ INLINE void product_typed(const Product *p, int64_t first, int64_t end, int type
         for (; row + ROWS_OF_ONE <= end; row += ROWS_OF_ONE)
             tile(p, 0, row, type, row + 2 * ROWS_OF_ONE <= end, 1, ROWS_OF_ONE);
     else
-        for (; row + TILE_ROWS <= end; row += TILE_ROWS)
-            tiles(p, row, type, row + 2 * TILE_ROWS <= end, TILE_ROWS);
-    for (; row < end; row++) tiles(p, row, type, 0, 1);
+        for (; row + TILE_ROWS <= end; row += TILE_ROWS) tiles(p, row, type, row + 2 * TILE_ROWS <= end);
+    for (; row < end; row++)
+        for (int64_t input = 0; input < p->num_inputs; input++) tile(p, input, row, type, 0, 1, 1);
 }
 
-/* Results [first, end) of all inputs: W[r] . x (+ bias) (+ what is there). */
-static void product(const Product *p, int64_t first, int64_t end, int64_t type) {
+/* Results [first, end) of all inputs: W[r] . x (+ bias) (+ what is there). Compiled once, for all calls. */
+__attribute__((noinline)) static void product(const Product *p, int64_t first, int64_t end, int64_t type) {
     if (type == BFLOAT16) product_typed(p, first, end, BFLOAT16);
     else product_typed(p, first, end, FLOAT32);
 }

@@ -215,7 +215,7 @@ def _require_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
 def _model_logits(
     adapter: ModelAdapter, ids: list[int], count: int, rope: RopeTables
 ) -> torch.Tensor:
-    """Logits after each of the last tokens, by the model's own code over the reference attention."""
+    """Logits after each of the last tokens, by the model's code over the reference attention."""
     hidden = adapter.hidden(torch.tensor([ids]), _reference_attend(adapter, rope))
     return adapter.logits(hidden[-count:])
 
