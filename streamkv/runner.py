@@ -2,6 +2,8 @@
 
 The runner owns the model and reads and writes the gpu pool; it decides nothing. Blocks for the new
 tokens must be live before `run`. Plans of attention are made once per step and serve all layers.
+Where there is a native decode step, sequences with one token are its rows, and only longer parts
+are packed.
 """
 
 import itertools
@@ -27,7 +29,8 @@ LOGIT_BYTES = 24 * 2**20
 """Bytes of logits made at once when scoring."""
 
 MAX_SEQUENCES = 16
-"""Sequences of one step, at most."""
+"""Sequences of one step, at most. On two cores a step of more than 8 takes longer in proportion; with
+more cores arithmetic is cheaper, and reading the weights is not."""
 
 KEPT_BYTES = 30 * 2**20
 """More than any buffer of a step has, and below the 32 MiB that glibc never keeps."""
