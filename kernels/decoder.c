@@ -82,9 +82,31 @@ static void write_head(const Model *m, const Row *s, int64_t layer, int64_t head
     }
 }
 
-/* A split's partial attention of one KV head: for each query head [max, sum, out[head_dim]]. */
-INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t head, int64_t from,
-                         int64_t to, const float *q, float *partial, int group, int dim, int type) {
+/* scores[g][j] of `count` slots from j on: 1 or 4, of which the sums are made together. */
+INLINE void score_slots(const Model *m, int64_t base, int64_t value_base, int64_t j, const float *turned,
+                        float (*scores)[64 + LANES], int count, int group, int dim, int type) {
+    const int64_t bytes = type == BFLOAT16 ? 2 : 4;
+    vec dots[4][MAX_GROUP];
+    for (int i = 0; i < count; i++)
+        for (int g = 0; g < group; g++) dots[i][g] = (vec){0};
+    for (int k = 0; k < dim; k += LANES)
+        for (int i = 0; i < count; i++) {
+            const vec key = load(m->pool, base + (j + i) * dim + k, type);
+            __builtin_prefetch((const char *)m->pool + (value_base + (j + i) * dim + k) * bytes, 0, 3);
+            for (int g = 0; g < group; g++) dots[i][g] += load_f32(turned + g * dim + k) * key;
+        }
+    for (int g = 0; g < group; g++) {
+        float sums[4];
+        if (count == 4) sum4(dots[0][g], dots[1][g], dots[2][g], dots[3][g], sums);
+        else sums[0] = sum(dots[0][g]);
+        for (int i = 0; i < count; i++) scores[g][j + i] = sums[i] * m->scale;
+    }
+}
+
+/* A split's partial attention of one KV head: for each query head [max, sum, out[head_dim]]. Values are
+ * summed `wide` vectors at a time: as many as the registers have room for. */
+INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t head, int64_t from, int64_t to,
+                         const float *q, float *partial, int group, int dim, int type, int wide) {
     const int64_t plane = m->block_size * dim, bytes = type == BFLOAT16 ? 2 : 4;
     float turned[MAX_GROUP * MAX_DIM], scores[MAX_GROUP][64 + LANES];
     for (int g = 0; g < group; g++) {
@@ -101,22 +123,18 @@ INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t he
         const float *sin = m->sin + s->distances[e] * m->rotary_half;
         for (int g = 0; g < group; g++)
             rotate(q + g * dim, turned + g * dim, cos, sin, m->rotary_half, dim);
-        for (int64_t j = 0; j < slots; j++) {
-            vec dots[MAX_GROUP];
-            const char *value = (const char *)m->pool + (value_base + j * dim) * bytes;
-            for (int g = 0; g < group; g++) dots[g] = (vec){0};
-            for (int k = 0; k < dim; k += LANES) {
-                vec key = load(m->pool, base + j * dim + k, type);
-                __builtin_prefetch(value + k * bytes, 0, 3);
-                for (int g = 0; g < group; g++) dots[g] += load_f32(turned + g * dim + k) * key;
-            }
-            for (int g = 0; g < group; g++) scores[g][j] = sum(dots[g]) * m->scale;
-        }
+        int64_t slot = 0;
+        if (group <= 4)
+            for (; slot + 4 <= slots; slot += 4)
+                score_slots(m, base, value_base, slot, turned, scores, 4, group, dim, type);
+        for (; slot < slots; slot++)
+            score_slots(m, base, value_base, slot, turned, scores, 1, group, dim, type);
         for (int g = 0; g < group; g++) {
-            float *state = partial + g * (dim + 2), best = state[0];
-            for (int64_t j = 0; j < slots; j++) best = scores[g][j] > best ? scores[g][j] : best;
-            for (int64_t j = slots; j < slots + LANES; j++) scores[g][j] = -INFINITY;
-            vec total = {0};
+            float *state = partial + g * (dim + 2);
+            store_f32(scores[g] + slots, splat(-INFINITY));
+            vec most = splat(state[0]), total = {0};
+            for (int64_t j = 0; j < slots; j += LANES) most = larger(most, load_f32(scores[g] + j));
+            const float best = largest(most);
             for (int64_t j = 0; j < slots; j += LANES) {
                 vec weight = exp_negative(load_f32(scores[g] + j) - best);
                 store_f32(scores[g] + j, weight);
@@ -132,33 +150,37 @@ INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t he
         const int64_t next = e + 1 < to ? e + 1 : e;
         const char *ahead = (const char *)m->pool +
             (((s->block_ids[next] * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane) * bytes;
-        for (int k = 0; k < dim; k += LANES) {
-            vec sums[MAX_GROUP];
-            for (int g = 0; g < group; g++) sums[g] = load_f32(partial + g * (dim + 2) + 2 + k);
-            for (int64_t j = 0; j < slots; j++) {
-                vec value = load(m->pool, value_base + j * dim + k, type);
-                __builtin_prefetch(ahead + (j * dim + k) * bytes, 0, 3);
-                for (int g = 0; g < group; g++) sums[g] += scores[g][j] * value;
-            }
-            for (int g = 0; g < group; g++) store_f32(partial + g * (dim + 2) + 2 + k, sums[g]);
+        for (int k = 0; k < dim; k += wide * LANES) {
+            vec sums[MAX_GROUP][4];
+            for (int g = 0; g < group; g++)
+                for (int w = 0; w < wide; w++) sums[g][w] = load_f32(partial + g * (dim + 2) + 2 + k + w * LANES);
+            for (int64_t j = 0; j < slots; j++)
+                for (int w = 0; w < wide; w++) {
+                    const int64_t at = j * dim + k + w * LANES;
+                    const vec value = load(m->pool, value_base + at, type);
+                    __builtin_prefetch(ahead + at * bytes, 0, 3);
+                    for (int g = 0; g < group; g++) sums[g][w] += scores[g][j] * value;
+                }
+            for (int g = 0; g < group; g++)
+                for (int w = 0; w < wide; w++) store_f32(partial + g * (dim + 2) + 2 + k + w * LANES, sums[g][w]);
         }
     }
 }
-#define ATTEND(GROUP, DIM)                                                                           \
+#define ATTEND(GROUP, DIM, WIDE)                                                                     \
     if (group == GROUP && dim == DIM) {                                                              \
         if (m->kv_type == BFLOAT16)                                                                  \
-            attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, BFLOAT16);             \
-        else attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, FLOAT32);             \
+            attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, BFLOAT16, WIDE);       \
+        else attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, FLOAT32, WIDE);       \
         return;                                                                                      \
     }
 static void attend(const Model *m, const Row *s, int64_t layer, int64_t head, int64_t from, int64_t to,
                    const float *q, float *partial) {
     const int group = (int)(m->num_q_heads / m->num_kv_heads), dim = (int)m->head_dim;
     /* Shapes known when this is compiled keep the sums in registers; any other shape works, slower. */
-    ATTEND(3, 64) ATTEND(7, 64) ATTEND(4, 128) ATTEND(2, 128)
+    ATTEND(3, 64, 4) ATTEND(7, 64, 2) ATTEND(4, 128, 4) ATTEND(2, 128, 4)
     if (m->kv_type == BFLOAT16)
-        attend_typed(m, s, layer, head, from, to, q, partial, group, dim, BFLOAT16);
-    else attend_typed(m, s, layer, head, from, to, q, partial, group, dim, FLOAT32);
+        attend_typed(m, s, layer, head, from, to, q, partial, group, dim, BFLOAT16, 1);
+    else attend_typed(m, s, layer, head, from, to, q, partial, group, dim, FLOAT32, 1);
 }
 
 /* The splits' partial results of all query heads, merged: out [num_q_heads * head_dim]. */
