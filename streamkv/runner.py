@@ -29,8 +29,8 @@ LOGIT_BYTES = 24 * 2**20
 """Bytes of logits made at once when scoring."""
 
 MAX_SEQUENCES = 16
-"""Sequences of one step, at most. On two cores a step of more than 8 takes longer in proportion; with
-more cores arithmetic is cheaper, and reading the weights is not."""
+"""Sequences of one step, at most. On two cores a step of more than 8 takes longer in proportion;
+with more cores arithmetic is cheaper, and reading the weights is not."""
 
 KEPT_BYTES = 30 * 2**20
 """More than any buffer of a step has, and below the 32 MiB that glibc never keeps."""
