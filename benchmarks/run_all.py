@@ -57,6 +57,7 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("perplexity", reads_book=True, has_quick=False),
     Benchmark("scoring", reads_book=True),
     Benchmark("decode"),
+    Benchmark("cpu_sessions"),
     Benchmark("store"),
     Benchmark("cold_recall"),
     Benchmark("resume"),

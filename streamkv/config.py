@@ -152,7 +152,8 @@ class EngineConfig:
         device: `cpu`, `cuda`, or `auto`: the CPU, as long as the GPU path is young.
         gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
             `max_sessions` windows need.
-        max_sessions: live sessions that the default gpu pool has room for.
+        max_sessions: live sessions that the default gpu pool has room for; also the most that
+            share a step.
         cpu_bytes: bytes of the cpu pool; 0 turns it off.
         store: directory of journals and of the ssd store; `None` keeps nothing across processes.
         ssd_bytes: limit of the *file* of the ssd store.

@@ -15,6 +15,7 @@ NUM_SESSIONS = 8
 TURNS = 3
 DEVICES = [
     "cpu",
+    "cpu without a native step",
     pytest.param(
         "cuda",
         marks=[
@@ -28,6 +29,8 @@ Bits = list[tuple[int | None, float]]
 
 
 def config(device: str, **more: Any) -> EngineConfig:
+    if device.startswith("cpu "):
+        device, more = "cpu", {"compile": "off", **more}
     given = {
         "window_size": 192,
         "prefill_chunk": 128,
@@ -110,7 +113,7 @@ def test_bits_are_those_of_a_session_alone(
     sleeps: bool,
 ) -> None:
     if "gpu_bytes" in more:
-        block_bytes = 32768 if device == "cpu" else 16384
+        block_bytes = 16384 if device == "cuda" else 32768
         more = more | {"gpu_bytes": 3 * 9 * block_bytes}
     with Engine(str(tiny_model_dir), config(device, **more)) as engine:
         found = asyncio.run(play(engine, list(range(NUM_SESSIONS)), sleeps))
