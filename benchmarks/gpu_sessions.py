@@ -6,11 +6,11 @@
 decode: 64 sessions of the shape of Llama-3.1-8B, random weights, bf16, context of 4,096 tokens:
 tokens per second as their callers get them, what lies between two captured steps on the device, and
 how long the engine's thread is at work for each, waiting left out. feed: p99 between two tokens of
-32 such sessions while another one reads 100,000 tokens, over the p50 before. sleep: 1,000 sessions of the
-demo model with 2,048 tokens (150 of the 8B shape with 4,096), for 64 (16) of which the gpu pool has room, 24
-GiB of page-locked memory and a store for the others; then the time until one of them is awake, with
-room and without, over the time in which as many bytes are copied. prompt: 1,000 sessions of one
-tenant with the same system prompt of 2,000 tokens.
+32 such sessions while another one reads 100,000 tokens, over the p50 before. sleep: 1,000 sessions
+of the demo model with 2,048 tokens (150 of the 8B shape with 4,096), for 64 (16) of which the gpu
+pool has room, 24 GiB of page-locked memory and a store for the others; then the time until one of
+them is awake, with room and without, over the time in which as many bytes are copied. prompt: 1,000
+sessions of one tenant with the same system prompt of 2,000 tokens.
 
 Checked: what a session that slept says of its last tokens is what it said before, and every token
 that was fed is computed once. `--quick` runs a tiny model, also on a CPU.
