@@ -111,10 +111,12 @@ class Sleepers:
     def status(self, sequence: Sequence) -> tuple[str, int | None]:
         """`awake`, `asleep`, `waiting` and so on, and the place in the queue; from any thread."""
         session = self._sessions.get(sequence)
-        if session is None:
-            return State.AWAKE.value, None
-        state = self._admission.state(session.name)
-        return state.value, self._admission.position(session.name)
+        if session is None or session.name not in self._admission:
+            return State.ASLEEP.value, None
+        return (
+            self._admission.state(session.name).value,
+            self._admission.position(session.name),
+        )
 
     def count(self) -> dict[str, int]:
         """How many sessions are in each state; from any thread."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamkv.checkpoint import Checkpointer
-from streamkv.errors import JournalError, PoolFullError, StreamKVError
+from streamkv.errors import PoolFullError, StreamKVError
 from streamkv.executor import Executor
 from streamkv.live_blocks import give_back
 from streamkv.sequence import Sequence, policy_in_force
@@ -145,7 +145,8 @@ class Sleeper:
             is_kept = ticket.wait() or ticket.missing == 0
             if is_kept:
                 self._executor.fall_asleep(self._sequence)
-        except (StreamKVError, OSError) as error:
+        # Whatever has stopped the tiers' worker: the session goes on with what it has.
+        except Exception as error:
             _log.warning("session %r cannot sleep now: %s", self._name, error)
             return False
         if not is_kept:
@@ -257,11 +258,11 @@ class Sleeper:
             ticket = CheckpointTicket()
             ticket.resolve(durable=True)
             return ticket
-        if self._checkpointer is None:
-            return self._tiers.checkpoint(self._name, wanted)
         open_block = wanted[-1] if found.open_block is not None else None
         try:
+            if self._checkpointer is None:
+                return self._tiers.checkpoint(self._name, wanted)
             return self._checkpointer.begin_with(open_block)
-        except JournalError as error:
+        except StreamKVError as error:
             _log.warning("session %r cannot sleep now: %s", self._name, error)
             return None
