@@ -12,6 +12,7 @@ from typing import Any
 from streamkv.chat import Segment
 from streamkv.errors import EngineClosedError, InputError, JournalError, StreamKVError
 from streamkv.incremental import require_text
+from streamkv.instruments import ACCEPTED
 from streamkv.journal import Journal
 from streamkv.journal_records import (
     Fed,
@@ -26,6 +27,7 @@ from streamkv.journal_records import (
 )
 from streamkv.past import MemoryPast
 from streamkv.sequence import Sequence
+from streamkv.tiers.usage import Counters
 from streamkv.tokenizer import Tokenizer
 
 PIECE_CHARS = 4096
@@ -36,6 +38,12 @@ PIECE_IDS = 4096
 
 MAX_IDS_AHEAD = 65_536
 """Token ids that may be pending because more of a list was accepted before its turn."""
+
+_COUNTED_AS = {
+    GivenKind.CALLER: "fed_tokens",
+    GivenKind.TEMPLATE: "said_tokens",
+    GivenKind.SYSTEM: "system_tokens",
+}
 
 
 def pieces(item: Any) -> Iterator[str | list[int]]:
@@ -60,6 +68,7 @@ class Intake:
         vocab_size: token ids are below it.
         trained_length: positions that sink tokens and window may take together.
         memory: what remembers the stream of a session without a journal, if anything does.
+        counted: has the names `ACCEPTED`: where accepted tokens are counted.
 
     Attributes:
         vocab_size: as given.
@@ -73,8 +82,10 @@ class Intake:
         vocab_size: int,
         trained_length: int,
         memory: MemoryPast | None = None,
+        counted: Counters | None = None,
     ) -> None:
         self._memory = memory
+        self._counted = counted if counted is not None else Counters(ACCEPTED)
         self._sequence = sequence
         self._tokenizer = tokenizer
         self._journal = journal
@@ -130,7 +141,7 @@ class Intake:
         ids = self._encoder.push(text)
         self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start)
         self.text_chars += len(text)
-        self._sequence.append(ids)
+        self._add("fed_tokens", ids)
 
     def flush(self) -> None:
         """Make tokens of the text that is held back.
@@ -142,7 +153,7 @@ class Intake:
         ids = self._encoder.flush()
         if ids:
             self._write_or_restore(Flushed(tuple(ids)), at_start)
-            self._sequence.append(ids)
+            self._add("fed_tokens", ids)
 
     def _write_or_restore(self, record: Record, at_start: bool) -> None:
         """Write what the encoder has just made; if that fails, put the encoder back."""
@@ -242,7 +253,7 @@ class Intake:
             JournalError: it could not be written.
         """
         self._write(Generated((token_id,)))
-        self._sequence.append((token_id,))
+        self._add("generated_tokens", (token_id,))
 
     def _ends_with_end_marker(self) -> bool:
         recent = self._sequence.recent_ids
@@ -265,8 +276,13 @@ class Intake:
     def _give(self, kind: GivenKind, ids: Ids[int], *more: Record) -> None:
         """Accept ids while no text is held back, and what the journal says about them."""
         self._write(Given(kind, tuple(ids)), *more)
-        self._sequence.append(ids)
+        self._add(_COUNTED_AS[kind], ids)
         self._encoder = self._tokenizer.encoder(at_start=self._is_start)
+
+    def _add(self, counted_as: str, ids: Ids[int]) -> None:
+        """Accepted tokens are part of the stream from now on."""
+        self._sequence.append(ids)
+        self._counted.add(counted_as, len(ids))
 
     def _write(self, *records: Record) -> None:
         with self.lock:

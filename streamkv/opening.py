@@ -325,7 +325,13 @@ class SessionOpener:
             )
             log.on_void, log.on_keep = checkpointer.void, checkpointer.write_now
         intake = Intake(
-            sequence, tokenizer, journal, adapter.vocab_size, adapter.trained_length, memory
+            sequence,
+            tokenizer,
+            journal,
+            adapter.vocab_size,
+            adapter.trained_length,
+            memory,
+            self._sharing.instruments.counted,
         )
         return LiveStream(
             name=name,
