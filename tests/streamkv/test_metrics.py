@@ -2,8 +2,11 @@
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from metrics_by_hand import ByHand, Values, values_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
-from streamkv.errors import EngineClosedError, SessionError
+from streamkv.batch import Batch, Flight
+from streamkv.errors import EngineClosedError, InputError, SessionError
 from streamkv.metric_kinds import PREFIX, Counted, Gauged, Timed
 from streamkv.metrics import METRICS, SUMS, TOLD_ELSEWHERE
 
@@ -93,12 +97,13 @@ def test_every_counter_of_an_engine_is_shown_once(idle: Engine) -> None:
     assert shown == Counter(dict.fromkeys(idle.counters(), 1))
 
 
-def test_every_series_is_there_with_zero_before_anything_happens(idle: Engine) -> None:
-    found = values_of(idle)
+def test_every_series_is_there_with_zero_before_anything_happens(tiny_model_dir: Path) -> None:
+    config = EngineConfig(window_size=128, compile="off")
+    with Engine(str(tiny_model_dir), config) as engine:
+        found, text = values_of(engine), engine.metrics()
     limits = {("tier_limit_bytes", "gpu"), ("tier_limit_bytes", "cpu")}
     assert {key for key, value in found.items() if value} == limits
     assert {name for name, _ in found} >= {metric.name for metric in METRICS if metric.label}
-    text = idle.metrics()
     for name in ("time_to_first_token_seconds", "inter_token_seconds", "queue_seconds"):
         assert f'streamkv_{name}_bucket{{le="+Inf"}} 0.0' in text
         assert f"streamkv_{name}_sum 0.0" in text
@@ -242,7 +247,7 @@ class Play:
             "ssd": len({*store.blocks.keys(), *store.blocks._reader._suspects}),
         }
         for tier, num_blocks in held.items():
-            assert found["tier_blocks", tier] == num_blocks > 0, tier
+            assert found["tier_blocks", tier] == num_blocks, tier
             usage = sessions[0].stats().tiers[tier]
             assert found["tier_bytes", tier] == usage.num_bytes
             assert found["tier_limit_bytes", tier] == usage.limit_bytes
@@ -334,6 +339,8 @@ def check_after_restart(play: Play, damaged: str, lengths: dict[str, int]) -> No
         assert reused == engine.counters()["reused_tokens"]
         assert reused == sum(session.stats().num_reused for session in sessions)
 
+        assert min(found["tier_blocks", tier] for tier in ("gpu", "cpu", "ssd")) > 0
+
         # A rewind computes again what is behind the last whole block that is left.
         [session] = [each for each in sessions if each.name == damaged]
         length = session.num_tokens - 40
@@ -370,3 +377,66 @@ def test_reused_tokens_are_counted_by_the_tier_that_had_them(
         found = values_of(engine)
         assert found["reused_tokens_total", "ssd"] > 0
         assert found["reused_tokens_total", "gpu"] == found["reused_tokens_total", "cpu"] == 0
+
+
+def test_who_computes_and_who_waits_for_room_is_seen_while_it_does(
+    idle: Engine, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = options(tmp_path / "store", gpu_bytes=ROOM * idle.model.spec.block_bytes)
+    with Engine(str(tiny_model_dir), config) as engine:
+        sessions = [engine.session(f"session {number}") for number in range(3)]
+        running, launch = [], engine._runner.launch
+
+        def watched(batch: Batch) -> Flight:
+            running.append((values_of(engine)["sessions_running", ""], len(batch.steps)))
+            return launch(batch)
+
+        monkeypatch.setattr(engine._runner, "launch", watched)
+        sessions[0].feed([some_ids(1, 200)]).run()
+        assert running == [(1, 1)] * len(running) and len(running) > 2
+        with ExitStack() as held, ThreadPoolExecutor(1) as pool:
+            for session in sessions[:2]:
+                held.enter_context(engine._loop.held(session._live.sequence, awake=True))
+            feed = pool.submit(sessions[2].feed([some_ids(2, 50)]).run)
+            while sessions[2].stats().state != "waiting":
+                time.sleep(0.005)
+            found = values_of(engine)
+            assert (found["sessions", "waiting"], found["sessions", "awake"]) == (1, 2)
+            assert found["sessions_running", ""] == 0
+            held.close()
+            feed.result(30)
+        assert values_of(engine)["sessions", "waiting"] == 0
+
+
+def test_how_operations_end_is_counted_once_each(idle: Engine) -> None:
+    def ended() -> tuple[float, ...]:
+        found = values_of(idle)
+        names = ("finished", "failed", "cancelled")
+        return tuple(found["operations_total", outcome] for outcome in names)
+
+    def broken() -> Iterator[str]:
+        yield "A text. "
+        raise OSError("the line is dead")
+
+    before = ended()
+    session = idle.session("ends")
+    never_begun = session.generate(greedy(3))
+    never_begun.close()
+    with pytest.raises(OSError, match="line is dead"):
+        session.feed(broken()).run()
+    with pytest.raises(InputError):
+        session.feed("").run()
+    deltas = session.generate(greedy(9))
+    next(deltas)
+    deltas.close()
+    deltas.close()
+    stale = session.generate(greedy(9))
+    next(stale)
+    session.say("That will do.")
+    with pytest.raises(SessionError, match="stale"):
+        next(stale)
+    session.feed(["One more. "]).run()
+    left = session.generate(greedy(9))
+    next(left)
+    session.delete()
+    assert tuple(now - then for now, then in zip(ended(), before, strict=True)) == (2, 2, 3)
