@@ -20,7 +20,7 @@ from report import Report, median
 from torch import Tensor
 
 from streamkv.kernels import cpu
-from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native import DecodeRow, NativeDecoder
 from streamkv.kernels.native_attention import NativeAttention
 from streamkv.kernels.native_build import build
 from streamkv.kernels.rope import RopeTables
@@ -106,7 +106,7 @@ def measure_decode(report: Report, adapter: ModelAdapter, dtype: str, rounds: in
     rows: dict[int, Tensor] = {w.shape[1]: torch.randn(1, w.shape[1]).to(w.dtype) for w in weights}
 
     def step() -> None:
-        decoder.decode(5, at, 64 * 32 + 63, table, DECODE_WINDOW, want_logits=True)
+        decoder.decode([DecodeRow(5, at, 64 * 32 + 63, table, DECODE_WINDOW)])
 
     def products() -> None:
         for weight in weights:

@@ -57,6 +57,9 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("perplexity", reads_book=True, has_quick=False),
     Benchmark("scoring", reads_book=True),
     Benchmark("decode"),
+    Benchmark("cpu_sessions"),
+    Benchmark("scheduler_actions"),
+    Benchmark("serving"),
     Benchmark("store"),
     Benchmark("cold_recall"),
     Benchmark("resume"),
@@ -70,6 +73,20 @@ BENCHMARKS = (  # `sessions` uses the old session that `memory` leaves
     Benchmark("gpu_decode", needs_gpu=True),
     Benchmark("gpu_prefill", needs_gpu=True),
     Benchmark("gpu_stream", reads_book=True, needs_gpu=True),
+    *(
+        Benchmark(
+            f"gpu_sessions_{name}",
+            needs_gpu=True,
+            script="gpu_sessions",
+            further=("--parts", *parts, "--name", f"gpu_sessions_{name}"),
+            takes_seconds=True,
+        )
+        for name, parts in (
+            ("decode", ("decode", "feed")),
+            ("sleep_8b", ("sleep_8b",)),
+            ("sleep_smollm2", ("sleep_smollm2", "prompt")),
+        )
+    ),
     Benchmark("gpu_restore", needs_gpu=True, takes_seconds=True),
     Benchmark(
         "gpu_recall_steps_8b",

@@ -1,9 +1,9 @@
-/* One decode step of a Llama-shaped decoder for one sequence, on the CPU.
+/* One decode step of a Llama-shaped decoder on the CPU: one token of each of several sequences.
  *
- * A decode step reads every weight and the whole window once, so it runs at the speed of memory, and
- * memory is only fast when it is asked for early: loops that prefetch the next rows read 25-28 GB/s on two
- * cores where loops that do not read 14. Everything else here serves that: one parallel region for the
- * whole step, no copies, weights that may be narrower than the arithmetic (bf16 bits widen exactly).
+ * A step reads every weight once, whatever the number of its rows, and the whole window of each of them,
+ * so it runs at the speed of memory, and memory is only fast when it is asked for early. Everything here
+ * serves that: one parallel region for the whole step, no copies, weights that may be narrower than the
+ * arithmetic (bf16 bits widen exactly). What a row computes does not depend on the others, to the bit.
  *
  *   pool     [blocks, layers, 2, kv_heads, block_size, head_dim]; K is rotated by its offset in the block
  *   score    (query, slot j of an entry) = rotate(q, distance of the entry) . K[j] * scale
@@ -11,7 +11,7 @@
  * All sums are float32. Weights: float32 or bf16; KV: float32 or bf16; norms and biases: float32.
  * Widths (hidden, intermediate, head_dim) are multiples of 16; the caller checks.
  */
-#include "vectors.h"
+#include "products.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -37,58 +37,16 @@ typedef struct {
 
 typedef struct {
     int64_t token_id, block_id, offset, num_entries, num_splits;
+    int64_t first_split;                                /* splits of the rows before */
     const int64_t *block_ids, *distances, *first, *end; /* of each entry: slots [first, end) are seen */
-    float *state, *logits;                              /* state: see state_floats; logits may be NULL */
     float *queries;                                     /* [layers, q_heads, head_dim], un-rotated, or NULL */
+} Row;
+
+typedef struct {
+    int64_t num_rows, num_splits, num_logits; /* of all rows; logits of the first num_logits */
+    const Row *rows;
+    float *state, *logits; /* see skv_state_floats; [num_logits, vocab_size] */
 } Step;
-
-/* dots[i] = x . row (first + i) of W [rows, width], four rows at a time, the next four prefetched. */
-INLINE void rows4(const float *x, const void *weights, int64_t row, int64_t width, int type,
-                  int prefetch, float *dots) {
-    const int64_t bytes = type == BFLOAT16 ? 2 : 4, at = row * width;
-    const char *ahead = (const char *)weights + (at + 4 * width) * bytes;
-    vec a = {0}, b = {0}, c = {0}, d = {0};
-    for (int64_t k = 0; k < width; k += LANES) {
-        vec xk = load_f32(x + k);
-        if (prefetch)
-            for (int i = 0; i < 4; i++) __builtin_prefetch(ahead + (i * width + k) * bytes, 0, 3);
-        a += xk * load(weights, at + k, type);
-        b += xk * load(weights, at + k + width, type);
-        c += xk * load(weights, at + k + 2 * width, type);
-        d += xk * load(weights, at + k + 3 * width, type);
-    }
-    dots[0] = sum(a); dots[1] = sum(b); dots[2] = sum(c); dots[3] = sum(d);
-}
-
-INLINE float row1(const float *x, const void *weights, int64_t row, int64_t width, int type) {
-    vec a = {0};
-    for (int64_t k = 0; k < width; k += LANES)
-        a += load_f32(x + k) * load(weights, row * width + k, type);
-    return sum(a);
-}
-
-/* out[r] = W[r] . x (+ bias) (+ what is there, if add), for rows [first, end). */
-INLINE void matvec_typed(const float *x, const void *weights, const float *bias, float *out,
-                         int64_t first, int64_t end, int64_t width, int type, int add) {
-    float dots[4];
-    int64_t row = first;
-    for (; row + 4 <= end; row += 4) {
-        rows4(x, weights, row, width, type, row + 8 <= end, dots);
-        for (int i = 0; i < 4; i++) {
-            float y = dots[i] + (bias ? bias[row + i] : 0.0f);
-            out[row + i] = add ? out[row + i] + y : y;
-        }
-    }
-    for (; row < end; row++) {
-        float y = row1(x, weights, row, width, type) + (bias ? bias[row] : 0.0f);
-        out[row] = add ? out[row] + y : y;
-    }
-}
-static void matvec(const float *x, const void *weights, const float *bias, float *out, int64_t first,
-                   int64_t end, int64_t width, int64_t type, int add) {
-    if (type == BFLOAT16) matvec_typed(x, weights, bias, out, first, end, width, BFLOAT16, add);
-    else matvec_typed(x, weights, bias, out, first, end, width, FLOAT32, add);
-}
 
 static void rms_norm(const float *x, const float *weight, float *out, int64_t width, float eps) {
     vec squares = {0};
@@ -108,7 +66,7 @@ static void rotate(const float *x, float *out, const float *cos, const float *si
     for (int64_t i = 2 * half; i < dim; i++) out[i] = x[i];
 }
 
-static void write_head(const Model *m, const Step *s, int64_t layer, int64_t head, const float *k,
+static void write_head(const Model *m, const Row *s, int64_t layer, int64_t head, const float *k,
                        const float *v) {
     const int64_t plane = m->block_size * m->head_dim;
     const int64_t at = ((s->block_id * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane +
@@ -124,9 +82,31 @@ static void write_head(const Model *m, const Step *s, int64_t layer, int64_t hea
     }
 }
 
-/* A split's partial attention of one KV head: for each query head [max, sum, out[head_dim]]. */
-INLINE void attend_typed(const Model *m, const Step *s, int64_t layer, int64_t head, int64_t from,
-                         int64_t to, const float *q, float *partial, int group, int dim, int type) {
+/* scores[g][j] of `count` slots from j on: 1 or 4, of which the sums are made together. */
+INLINE void score_slots(const Model *m, int64_t base, int64_t value_base, int64_t j, const float *turned,
+                        float (*scores)[64 + LANES], int count, int group, int dim, int type) {
+    const int64_t bytes = type == BFLOAT16 ? 2 : 4;
+    vec dots[4][MAX_GROUP];
+    for (int i = 0; i < count; i++)
+        for (int g = 0; g < group; g++) dots[i][g] = (vec){0};
+    for (int k = 0; k < dim; k += LANES)
+        for (int i = 0; i < count; i++) {
+            const vec key = load(m->pool, base + (j + i) * dim + k, type);
+            __builtin_prefetch((const char *)m->pool + (value_base + (j + i) * dim + k) * bytes, 0, 3);
+            for (int g = 0; g < group; g++) dots[i][g] += load_f32(turned + g * dim + k) * key;
+        }
+    for (int g = 0; g < group; g++) {
+        float sums[4];
+        if (count == 4) sum4(dots[0][g], dots[1][g], dots[2][g], dots[3][g], sums);
+        else sums[0] = sum(dots[0][g]);
+        for (int i = 0; i < count; i++) scores[g][j + i] = sums[i] * m->scale;
+    }
+}
+
+/* A split's partial attention of one KV head: for each query head [max, sum, out[head_dim]]. Values are
+ * summed `wide` vectors at a time: as many as the registers have room for. */
+INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t head, int64_t from, int64_t to,
+                         const float *q, float *partial, int group, int dim, int type, int wide) {
     const int64_t plane = m->block_size * dim, bytes = type == BFLOAT16 ? 2 : 4;
     float turned[MAX_GROUP * MAX_DIM], scores[MAX_GROUP][64 + LANES];
     for (int g = 0; g < group; g++) {
@@ -143,22 +123,18 @@ INLINE void attend_typed(const Model *m, const Step *s, int64_t layer, int64_t h
         const float *sin = m->sin + s->distances[e] * m->rotary_half;
         for (int g = 0; g < group; g++)
             rotate(q + g * dim, turned + g * dim, cos, sin, m->rotary_half, dim);
-        for (int64_t j = 0; j < slots; j++) {
-            vec dots[MAX_GROUP];
-            const char *value = (const char *)m->pool + (value_base + j * dim) * bytes;
-            for (int g = 0; g < group; g++) dots[g] = (vec){0};
-            for (int k = 0; k < dim; k += LANES) {
-                vec key = load(m->pool, base + j * dim + k, type);
-                __builtin_prefetch(value + k * bytes, 0, 3);
-                for (int g = 0; g < group; g++) dots[g] += load_f32(turned + g * dim + k) * key;
-            }
-            for (int g = 0; g < group; g++) scores[g][j] = sum(dots[g]) * m->scale;
-        }
+        int64_t slot = 0;
+        if (group <= 4)
+            for (; slot + 4 <= slots; slot += 4)
+                score_slots(m, base, value_base, slot, turned, scores, 4, group, dim, type);
+        for (; slot < slots; slot++)
+            score_slots(m, base, value_base, slot, turned, scores, 1, group, dim, type);
         for (int g = 0; g < group; g++) {
-            float *state = partial + g * (dim + 2), best = state[0];
-            for (int64_t j = 0; j < slots; j++) best = scores[g][j] > best ? scores[g][j] : best;
-            for (int64_t j = slots; j < slots + LANES; j++) scores[g][j] = -INFINITY;
-            vec total = {0};
+            float *state = partial + g * (dim + 2);
+            store_f32(scores[g] + slots, splat(-INFINITY));
+            vec most = splat(state[0]), total = {0};
+            for (int64_t j = 0; j < slots; j += LANES) most = larger(most, load_f32(scores[g] + j));
+            const float best = largest(most);
             for (int64_t j = 0; j < slots; j += LANES) {
                 vec weight = exp_negative(load_f32(scores[g] + j) - best);
                 store_f32(scores[g] + j, weight);
@@ -174,37 +150,41 @@ INLINE void attend_typed(const Model *m, const Step *s, int64_t layer, int64_t h
         const int64_t next = e + 1 < to ? e + 1 : e;
         const char *ahead = (const char *)m->pool +
             (((s->block_ids[next] * m->num_layers + layer) * 2 * m->num_kv_heads + head) * plane) * bytes;
-        for (int k = 0; k < dim; k += LANES) {
-            vec sums[MAX_GROUP];
-            for (int g = 0; g < group; g++) sums[g] = load_f32(partial + g * (dim + 2) + 2 + k);
-            for (int64_t j = 0; j < slots; j++) {
-                vec value = load(m->pool, value_base + j * dim + k, type);
-                __builtin_prefetch(ahead + (j * dim + k) * bytes, 0, 3);
-                for (int g = 0; g < group; g++) sums[g] += scores[g][j] * value;
-            }
-            for (int g = 0; g < group; g++) store_f32(partial + g * (dim + 2) + 2 + k, sums[g]);
+        for (int k = 0; k < dim; k += wide * LANES) {
+            vec sums[MAX_GROUP][4];
+            for (int g = 0; g < group; g++)
+                for (int w = 0; w < wide; w++) sums[g][w] = load_f32(partial + g * (dim + 2) + 2 + k + w * LANES);
+            for (int64_t j = 0; j < slots; j++)
+                for (int w = 0; w < wide; w++) {
+                    const int64_t at = j * dim + k + w * LANES;
+                    const vec value = load(m->pool, value_base + at, type);
+                    __builtin_prefetch(ahead + at * bytes, 0, 3);
+                    for (int g = 0; g < group; g++) sums[g][w] += scores[g][j] * value;
+                }
+            for (int g = 0; g < group; g++)
+                for (int w = 0; w < wide; w++) store_f32(partial + g * (dim + 2) + 2 + k + w * LANES, sums[g][w]);
         }
     }
 }
-#define ATTEND(GROUP, DIM)                                                                           \
+#define ATTEND(GROUP, DIM, WIDE)                                                                     \
     if (group == GROUP && dim == DIM) {                                                              \
         if (m->kv_type == BFLOAT16)                                                                  \
-            attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, BFLOAT16);             \
-        else attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, FLOAT32);             \
+            attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, BFLOAT16, WIDE);       \
+        else attend_typed(m, s, layer, head, from, to, q, partial, GROUP, DIM, FLOAT32, WIDE);       \
         return;                                                                                      \
     }
-static void attend(const Model *m, const Step *s, int64_t layer, int64_t head, int64_t from, int64_t to,
+static void attend(const Model *m, const Row *s, int64_t layer, int64_t head, int64_t from, int64_t to,
                    const float *q, float *partial) {
     const int group = (int)(m->num_q_heads / m->num_kv_heads), dim = (int)m->head_dim;
     /* Shapes known when this is compiled keep the sums in registers; any other shape works, slower. */
-    ATTEND(3, 64) ATTEND(7, 64) ATTEND(4, 128) ATTEND(2, 128)
+    ATTEND(3, 64, 4) ATTEND(7, 64, 2) ATTEND(4, 128, 4) ATTEND(2, 128, 4)
     if (m->kv_type == BFLOAT16)
-        attend_typed(m, s, layer, head, from, to, q, partial, group, dim, BFLOAT16);
-    else attend_typed(m, s, layer, head, from, to, q, partial, group, dim, FLOAT32);
+        attend_typed(m, s, layer, head, from, to, q, partial, group, dim, BFLOAT16, 1);
+    else attend_typed(m, s, layer, head, from, to, q, partial, group, dim, FLOAT32, 1);
 }
 
 /* The splits' partial results of all query heads, merged: out [num_q_heads * head_dim]. */
-static void merge(const Model *m, const Step *s, const float *partials, float *out) {
+static void merge(const Model *m, const Row *s, const float *partials, float *out) {
     const int64_t dim = m->head_dim, stride = dim + 2, heads = m->num_q_heads;
     for (int64_t h = 0; h < heads; h++) {
         float best = -INFINITY, total = 0.0f;
@@ -224,9 +204,9 @@ static void merge(const Model *m, const Step *s, const float *partials, float *o
 }
 
 typedef struct { int64_t first, end; } Share;
-static Share share(int64_t total, int64_t thread, int64_t threads) {
+static Share share(int64_t total, int64_t thread, int64_t threads, int64_t unit) {
     int64_t step = (total + threads - 1) / threads;
-    step = (step + 3) / 4 * 4;
+    step = (step + unit - 1) / unit * unit;
     Share part = {thread * step < total ? thread * step : total,
                   (thread + 1) * step < total ? (thread + 1) * step : total};
     return part;
@@ -234,13 +214,22 @@ static Share share(int64_t total, int64_t thread, int64_t threads) {
 
 #define BARRIER _Pragma("omp barrier")
 
+static int64_t qkv_floats(const Model *m) { return (m->num_q_heads + 2 * m->num_kv_heads) * m->head_dim; }
+static int64_t partial_floats(const Model *m) { return m->num_q_heads * (m->head_dim + 2); }
+
 static void embed(const Model *m, int64_t token_id, float *x) {
     for (int64_t k = 0; k < m->hidden; k += LANES)
         store_f32(x + k, load(m->embed, token_id * m->hidden + k, (int)m->weight_type));
 }
 
+static void norm_rows(const Model *m, int64_t num_rows, const float *h, const float *weight, float *x) {
+    for (int64_t i = 0; i < num_rows; i++)
+        rms_norm(h + i * m->hidden, weight, x + i * m->hidden, m->hidden, m->eps);
+}
+
 /* Rows of q, k and v as one range, so that the threads' shares are even. */
-static void project_qkv(const Model *m, const Layer *w, const float *x, float *qkv, Share part) {
+static void project_qkv(const Model *m, const Layer *w, int64_t num_rows, const float *x, float *qkv,
+                        Share part) {
     const int64_t q_rows = m->num_q_heads * m->head_dim, kv_rows = m->num_kv_heads * m->head_dim;
     const void *weights[3] = {w->q, w->k, w->v};
     const float *biases[3] = {w->q_bias, w->k_bias, w->v_bias};
@@ -248,25 +237,35 @@ static void project_qkv(const Model *m, const Layer *w, const float *x, float *q
     for (int i = 0; i < 3; i++) {
         int64_t first = part.first > starts[i] ? part.first : starts[i];
         int64_t end = part.end < starts[i + 1] ? part.end : starts[i + 1];
-        if (first < end)
-            matvec(x, weights[i], biases[i], qkv + starts[i], first - starts[i], end - starts[i],
-                   m->hidden, m->weight_type, 0);
+        const Product p = {x, num_rows, m->hidden, m->hidden, weights[i], biases[i], qkv + starts[i],
+                           starts[3], 0};
+        if (first < end) product(&p, first - starts[i], end - starts[i], m->weight_type);
     }
 }
 
+/* A thread's part of the attention of all rows: tasks of one KV head and one split of a row. */
 static void attend_layer(const Model *m, const Step *s, int64_t layer, const float *qkv, float *partials,
                          int64_t thread, int64_t threads) {
     const int64_t dim = m->head_dim, group = m->num_q_heads / m->num_kv_heads;
-    const int64_t tasks = m->num_kv_heads * s->num_splits;
-    const int64_t per_split = (s->num_entries + s->num_splits - 1) / s->num_splits;
-    for (int64_t task = thread; task < tasks; task += threads) {
-        const int64_t head = task % m->num_kv_heads, split = task / m->num_kv_heads;
-        int64_t from = split * per_split, to = from + per_split;
-        from = from < s->num_entries ? from : s->num_entries;
-        to = to < s->num_entries ? to : s->num_entries;
-        attend(m, s, layer, head, from, to, qkv + head * group * dim,
-               partials + (split * m->num_q_heads + head * group) * (dim + 2));
+    for (const Row *row = s->rows; row < s->rows + s->num_rows; row++, qkv += qkv_floats(m)) {
+        const int64_t before = m->num_kv_heads * row->first_split, tasks = m->num_kv_heads * row->num_splits;
+        const int64_t per_split = (row->num_entries + row->num_splits - 1) / row->num_splits;
+        /* Counted over all rows, so that rows of few tasks are spread, too. */
+        for (int64_t task = (thread + threads - before % threads) % threads; task < tasks; task += threads) {
+            const int64_t head = task % m->num_kv_heads, split = task / m->num_kv_heads;
+            int64_t from = split * per_split, to = from + per_split;
+            from = from < row->num_entries ? from : row->num_entries;
+            to = to < row->num_entries ? to : row->num_entries;
+            attend(m, row, layer, head, from, to, qkv + head * group * dim,
+                   partials + (row->first_split + split) * partial_floats(m) + head * group * (dim + 2));
+        }
     }
+}
+
+static void merge_rows(const Model *m, const Step *s, const float *partials, float *mixed) {
+    for (int64_t i = 0; i < s->num_rows; i++)
+        merge(m, s->rows + i, partials + s->rows[i].first_split * partial_floats(m),
+              mixed + i * m->num_q_heads * m->head_dim);
 }
 
 static void norm_heads(const Model *m, const float *weight, float *heads, int64_t num_heads) {
@@ -275,8 +274,8 @@ static void norm_heads(const Model *m, const float *weight, float *heads, int64_
             rms_norm(heads + h * m->head_dim, weight, heads + h * m->head_dim, m->head_dim, m->eps);
 }
 
-/* q and k get their norms, k its rotation; K and V go into the pool. One thread: it is little. */
-static void place_kv(const Model *m, const Step *s, const Layer *w, int64_t layer, float *qkv) {
+/* q and k get their norms, k its rotation; K and V go into the pool. A row is one thread's: it is little. */
+static void place_kv(const Model *m, const Row *s, const Layer *w, int64_t layer, float *qkv) {
     const int64_t dim = m->head_dim;
     float *k = qkv + m->num_q_heads * dim, *v = k + m->num_kv_heads * dim, turned[MAX_DIM];
     norm_heads(m, w->q_norm, qkv, m->num_q_heads);
@@ -292,28 +291,31 @@ static void place_kv(const Model *m, const Step *s, const Layer *w, int64_t laye
     }
 }
 
-static void gate_up(const Model *m, const Layer *w, const float *x, float *act, float *up, Share part) {
-    matvec(x, w->gate, 0, act, part.first, part.end, m->hidden, m->weight_type, 0);
-    matvec(x, w->up, 0, up, part.first, part.end, m->hidden, m->weight_type, 0);
-    for (int64_t i = part.first; i < part.end; i++)
-        act[i] = act[i] / (1.0f + expf(-act[i])) * up[i];
+/* act = silu(gate) * up; `part` begins and ends at multiples of LANES. */
+static void gate_up(const Model *m, const Layer *w, int64_t num_rows, const float *x, float *act, float *up,
+                    Share part) {
+    const int64_t wide = m->intermediate;
+    const Product gates = {x, num_rows, m->hidden, m->hidden, w->gate, 0, act, wide, 0};
+    const Product ups = {x, num_rows, m->hidden, m->hidden, w->up, 0, up, wide, 0};
+    product(&gates, part.first, part.end, m->weight_type);
+    product(&ups, part.first, part.end, m->weight_type);
+    for (int64_t i = 0; i < num_rows; i++, act += wide, up += wide)
+        for (int64_t k = part.first; k < part.end; k += LANES)
+            store_f32(act + k, silu(load_f32(act + k)) * load_f32(up + k));
 }
 
-/* Floats of scratch that a step needs: shared buffers, then two vectors per thread. */
-int64_t skv_state_floats(const Model *m, int64_t num_splits) {
-    const int64_t qkv = (m->num_q_heads + 2 * m->num_kv_heads) * m->head_dim;
+/* Floats of scratch that a step needs: shared buffers, then two vectors of each row per thread. */
+int64_t skv_state_floats(const Model *m, int64_t num_rows, int64_t num_splits) {
     const int64_t own = m->hidden + m->num_q_heads * m->head_dim;
-    return m->hidden + qkv + 2 * m->intermediate +
-           num_splits * m->num_q_heads * (m->head_dim + 2) + m->num_threads * own + 8 * LANES;
+    return num_rows * (m->hidden + qkv_floats(m) + 2 * m->intermediate + m->num_threads * own) +
+           num_splits * partial_floats(m) + 8 * LANES;
 }
 
 void skv_decode(const Model *m, const Step *s) {
-    const int64_t q_size = m->num_q_heads * m->head_dim;
-    const int64_t qkv_size = q_size + 2 * m->num_kv_heads * m->head_dim;
-    float *h = s->state, *qkv = h + m->hidden, *act = qkv + qkv_size, *up = act + m->intermediate;
-    float *partials = up + m->intermediate;
-    float *owned = partials + s->num_splits * m->num_q_heads * (m->head_dim + 2);
-    embed(m, s->token_id, h);
+    const int64_t n = s->num_rows, q_size = m->num_q_heads * m->head_dim, qkv_size = qkv_floats(m);
+    float *h = s->state, *qkv = h + n * m->hidden, *act = qkv + n * qkv_size, *up = act + n * m->intermediate;
+    float *partials = up + n * m->intermediate, *owned = partials + s->num_splits * partial_floats(m);
+    for (int64_t i = 0; i < n; i++) embed(m, s->rows[i].token_id, h + i * m->hidden);
 #pragma omp parallel num_threads((int)m->num_threads)
     {
         int64_t thread = 0, threads = 1;
@@ -321,30 +323,35 @@ void skv_decode(const Model *m, const Step *s) {
         thread = omp_get_thread_num();
         threads = omp_get_num_threads();
 #endif
-        float *x = owned + thread * (m->hidden + q_size), *mixed = x + m->hidden;
-        const Share hidden = share(m->hidden, thread, threads);
+        float *x = owned + thread * n * (m->hidden + q_size), *mixed = x + n * m->hidden;
+        const Share hidden = share(m->hidden, thread, threads, 4);
         for (int64_t layer = 0; layer < m->num_layers; layer++) {
             const Layer *w = m->layers + layer;
-            rms_norm(h, w->input_norm, x, m->hidden, m->eps);
-            project_qkv(m, w, x, qkv, share(qkv_size, thread, threads));
+            norm_rows(m, n, h, w->input_norm, x);
+            project_qkv(m, w, n, x, qkv, share(qkv_size, thread, threads, 4));
             BARRIER
-            if (thread == 0) place_kv(m, s, w, layer, qkv);
+            for (int64_t i = thread; i < n; i += threads)
+                place_kv(m, s->rows + i, w, layer, qkv + i * qkv_size);
             BARRIER
             attend_layer(m, s, layer, qkv, partials, thread, threads);
             BARRIER
-            merge(m, s, partials, mixed);
-            matvec(mixed, w->o, w->o_bias, h, hidden.first, hidden.end, q_size, m->weight_type, 1);
+            merge_rows(m, s, partials, mixed);
+            const Product outs = {mixed, n, q_size, q_size, w->o, w->o_bias, h, m->hidden, 1};
+            product(&outs, hidden.first, hidden.end, m->weight_type);
             BARRIER
-            rms_norm(h, w->mlp_norm, x, m->hidden, m->eps);
-            gate_up(m, w, x, act, up, share(m->intermediate, thread, threads));
+            norm_rows(m, n, h, w->mlp_norm, x);
+            gate_up(m, w, n, x, act, up, share(m->intermediate, thread, threads, LANES));
             BARRIER
-            matvec(act, w->down, 0, h, hidden.first, hidden.end, m->intermediate, m->weight_type, 1);
+            const Product downs = {act, n, m->intermediate, m->intermediate, w->down, 0, h, m->hidden, 1};
+            product(&downs, hidden.first, hidden.end, m->weight_type);
             BARRIER
         }
-        if (s->logits) {
-            const Share rows = share(m->vocab_size, thread, threads);
-            rms_norm(h, m->norm, x, m->hidden, m->eps);
-            matvec(x, m->head, 0, s->logits, rows.first, rows.end, m->hidden, m->weight_type, 0);
+        if (s->num_logits) {
+            const Share rows = share(m->vocab_size, thread, threads, 4);
+            norm_rows(m, s->num_logits, h, m->norm, x);
+            const Product heads = {x, s->num_logits, m->hidden, m->hidden, m->head, 0, s->logits,
+                                   m->vocab_size, 0};
+            product(&heads, rows.first, rows.end, m->weight_type);
         }
     }
 }

@@ -7,6 +7,7 @@ models of transformers nor sessions.
 
 import ctypes
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,17 +97,49 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class _Row(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("token_id", "block_id", "offset")),
-        *((name, ctypes.c_int64) for name in ("num_entries", "num_splits")),
+        *((name, ctypes.c_int64) for name in ("num_entries", "num_splits", "first_split")),
         *((name, ctypes.c_void_p) for name in ("block_ids", "distances", "first", "end")),
-        *((name, ctypes.c_void_p) for name in ("state", "logits", "queries")),
+        ("queries", ctypes.c_void_p),
     ]
 
 
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_splits", "num_logits")),
+        ("rows", ctypes.POINTER(_Row)),
+        *((name, ctypes.c_void_p) for name in ("state", "logits")),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRow:
+    """One token of one sequence in a decode step.
+
+    Attributes:
+        token_id: the token.
+        query_index: its token index.
+        slot: its slot in the pool, block_id * block_size + offset.
+        table: entries that the query sees, its own slot included.
+        window_size: tokens that window entries show.
+        want_logits: whether the logits after it are wanted.
+        queries: float32 [num_layers, num_q_heads, head_dim] that is given the token's queries,
+            un-rotated.
+    """
+
+    token_id: int
+    query_index: int
+    slot: int
+    table: SequenceTable
+    window_size: int
+    want_logits: bool = True
+    queries: Tensor | None = None
+
+
 class NativeDecoder:
-    """A decoder bound to a pool, ready to take decode steps of one sequence at a time.
+    """A decoder bound to a pool, ready to take decode steps: one token of each of some sequences.
 
     Args:
         library: what `build` returned.
@@ -136,7 +169,7 @@ class NativeDecoder:
         self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._make_model(num_threads)
         self._max_threads = num_threads
-        self._threads = ThreadChoice(num_threads)
+        self._threads: dict[int, ThreadChoice] = {}
         self._state = torch.empty(0)
 
     @property
@@ -162,61 +195,65 @@ class NativeDecoder:
         model.pool = pool.data_ptr()
         return model
 
-    def decode(
-        self,
-        token_id: int,
-        query_index: int,
-        slot: int,
-        table: SequenceTable,
-        window_size: int,
-        *,
-        want_logits: bool,
-        queries: Tensor | None = None,
-    ) -> Tensor | None:
-        """Write the KV of one token and attend with it through all layers.
+    def decode(self, rows: Sequence[DecodeRow]) -> list[Tensor | None]:
+        """Write the KV of each row's token and attend with it through all layers.
 
-        Args:
-            token_id: the token.
-            query_index: its token index.
-            slot: its slot in the pool, block_id * block_size + offset.
-            table: entries that the query sees, its own slot included.
-            window_size: tokens that window entries show.
-            want_logits: return float32 [vocab_size] after the token.
-            queries: float32 [num_layers, num_q_heads, head_dim] that is given the token's queries,
-                un-rotated.
+        Every row is computed as by itself, to the bit. Rows of one sequence may see each other:
+        all KV of a layer is written before anything attends.
+
+        Returns:
+            For each row float32 [vocab_size], the logits after its token, if wanted.
         """
-        first, end, distances = _seen(table, query_index, window_size)
-        block_ids = table.block_ids.contiguous()
-        step = _Step()
-        step.token_id = token_id
-        step.block_id, step.offset = divmod(slot, self._pool.shape[4])
-        step.num_entries = table.num_entries
-        step.num_splits = max(1, -(-table.num_entries // ENTRIES_PER_SPLIT))
-        step.block_ids, step.distances = block_ids.data_ptr(), distances.data_ptr()
-        step.first, step.end = first.data_ptr(), end.data_ptr()
-        step.state = self._scratch(step.num_splits).data_ptr()
-        logits = torch.empty(self._model.vocab_size) if want_logits else None
-        step.queries = None
-        if queries is not None:
+        assert rows, "a step without rows"
+        # Those with logits lie first, side by side.
+        order = sorted(range(len(rows)), key=lambda index: not rows[index].want_logits)
+        num_logits = sum(row.want_logits for row in rows)
+        made, kept, num_splits = (_Row * len(rows))(), [], 0
+        for place, index in enumerate(order):
+            kept.append(self._fill(made[place], rows[index], num_splits))
+            num_splits += made[place].num_splits
+        step = _Step(num_rows=len(rows), num_splits=num_splits, num_logits=num_logits, rows=made)
+        step.state = self._scratch(len(rows), num_splits).data_ptr()
+        logits = torch.empty(num_logits, self._model.vocab_size)
+        step.logits = logits.data_ptr()
+        self._run(step)
+        del kept  # what the step pointed into
+        found: list[Tensor | None] = [None] * len(rows)
+        for place, index in enumerate(order[:num_logits]):
+            found[index] = logits[place]
+        return found
+
+    def _fill(self, made: _Row, row: DecodeRow, first_split: int) -> tuple[Tensor, ...]:
+        """Set the fields of a row; returns what they point into."""
+        first, end, distances = _seen(row.table, row.query_index, row.window_size)
+        block_ids = row.table.block_ids.contiguous()
+        made.token_id = row.token_id
+        made.block_id, made.offset = divmod(row.slot, self._pool.shape[4])
+        made.num_entries = row.table.num_entries
+        made.num_splits = max(1, -(-row.table.num_entries // ENTRIES_PER_SPLIT))
+        made.first_split = first_split
+        made.block_ids, made.distances = block_ids.data_ptr(), distances.data_ptr()
+        made.first, made.end = first.data_ptr(), end.data_ptr()
+        if row.queries is not None:
             weights = self._weights
             shape = (len(weights.layers), weights.num_q_heads, weights.head_dim)
-            assert queries.shape == shape and queries.dtype == torch.float32
-            assert queries.is_contiguous()
-            step.queries = queries.data_ptr()
-        step.logits = logits.data_ptr() if logits is not None else None
-        self._run(step)
-        return logits
+            assert row.queries.shape == shape and row.queries.dtype == torch.float32
+            assert row.queries.is_contiguous()
+            made.queries = row.queries.data_ptr()
+        return first, end, distances, block_ids
 
     def _run(self, step: _Step) -> None:
-        self._model.num_threads = self._threads.next()
+        # Times of steps of other sizes say nothing.
+        choice = self._threads.setdefault(step.num_rows, ThreadChoice(self._max_threads))
+        self._model.num_threads = choice.next()
         began = time.perf_counter()
         self._library.skv_decode(ctypes.byref(self._model), ctypes.byref(step))
-        self._threads.took(self._model.num_threads, time.perf_counter() - began)
+        choice.took(self._model.num_threads, time.perf_counter() - began)
 
-    def _scratch(self, num_splits: int) -> Tensor:
+    def _scratch(self, num_rows: int, num_splits: int) -> Tensor:
         self._model.num_threads = self._max_threads
         needed = self._library.skv_state_floats(
-            ctypes.byref(self._model), ctypes.c_int64(num_splits)
+            ctypes.byref(self._model), ctypes.c_int64(num_rows), ctypes.c_int64(num_splits)
         )
         if self._state.numel() < needed:
             self._state = torch.empty(needed)

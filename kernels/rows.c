@@ -34,24 +34,6 @@ void skv_rms_norm(const void *x, int64_t stride, const float *weight, void *out,
     }
 }
 
-INLINE vec silu(vec x) {
-    const ivec is_negative = x < 0.0f;
-    ivec bits, mask = {0};
-    memcpy(&bits, &x, sizeof bits);
-    mask += INT32_MIN;
-    bits |= mask; /* -|x| */
-    vec below;
-    memcpy(&below, &bits, sizeof below);
-    const vec e = exp_negative(below), one = splat(1.0f);
-    ivec up, down, chosen;
-    memcpy(&up, &one, sizeof up);
-    memcpy(&down, &e, sizeof down);
-    chosen = (down & is_negative) | (up & ~is_negative);
-    vec top;
-    memcpy(&top, &chosen, sizeof top);
-    return x * top / (one + e);
-}
-
 INLINE void gate_row(const void *gate, const void *up, void *out, int64_t width, int type) {
     for (int64_t k = 0; k < width; k += LANES)
         store(out, k, rounded(silu(load(gate, k, type)), type) * load(up, k, type), type);

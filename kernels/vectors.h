@@ -71,6 +71,23 @@ INLINE float sum(vec v) {
     four += __builtin_shufflevector(four, four, 2, 3, 0, 1);
     return four[0] + four[1];
 }
+/* The same sums of four vectors, side by side: half the operations. */
+INLINE void sum4(vec a, vec b, vec c, vec d, float *out) {
+#define HALVES(x, y, at)                                                                                     \
+    __builtin_shufflevector(x, y, at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6, at + 7, at + 16,       \
+                            at + 17, at + 18, at + 19, at + 20, at + 21, at + 22, at + 23)
+#define QUARTERS(x, y, at)                                                                                   \
+    __builtin_shufflevector(x, y, at, at + 1, at + 2, at + 3, at + 8, at + 9, at + 10, at + 11, at + 16,     \
+                            at + 17, at + 18, at + 19, at + 24, at + 25, at + 26, at + 27)
+    const vec ab = HALVES(a, b, 0) + HALVES(a, b, 8), cd = HALVES(c, d, 0) + HALVES(c, d, 8);
+    vec four = QUARTERS(ab, cd, 0) + QUARTERS(ab, cd, 4);
+    four += __builtin_shufflevector(four, four, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    four += __builtin_shufflevector(four, four, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    const vec4 sums = __builtin_shufflevector(four, four, 0, 4, 8, 12);
+    memcpy(out, &sums, sizeof sums);
+#undef HALVES
+#undef QUARTERS
+}
 #else
 INLINE float sum(vec v) {
     float part[LANES], total[4] = {0, 0, 0, 0};
@@ -78,6 +95,12 @@ INLINE float sum(vec v) {
     for (int i = 0; i < LANES; i += 4)
         for (int j = 0; j < 4; j++) total[j] += part[i + j];
     return (total[0] + total[2]) + (total[1] + total[3]);
+}
+INLINE void sum4(vec a, vec b, vec c, vec d, float *out) {
+    out[0] = sum(a);
+    out[1] = sum(b);
+    out[2] = sum(c);
+    out[3] = sum(d);
 }
 #endif
 
@@ -127,6 +150,25 @@ INLINE vec exp_negative(vec x) {
     vec whole = __builtin_convertvector(n, vec);
     vec r = x - whole * 0.693359375f;
     return scale_polynomial(r + whole * 2.12194440e-4f, n, low);
+}
+
+/* x / (1 + exp(-x)), by the exponential that is at most 1. */
+INLINE vec silu(vec x) {
+    const ivec is_negative = x < 0.0f;
+    ivec bits, mask = {0};
+    memcpy(&bits, &x, sizeof bits);
+    mask += INT32_MIN;
+    bits |= mask; /* -|x| */
+    vec below;
+    memcpy(&below, &bits, sizeof below);
+    const vec e = exp_negative(below), one = splat(1.0f);
+    ivec up, down, chosen;
+    memcpy(&up, &one, sizeof up);
+    memcpy(&down, &e, sizeof down);
+    chosen = (down & is_negative) | (up & ~is_negative);
+    vec top;
+    memcpy(&top, &chosen, sizeof top);
+    return x * top / (one + e);
 }
 
 /* 2^x for x <= 0, as exp_negative. */

@@ -175,6 +175,12 @@ class Admission:
         self._move(owner, State.LEAVING, State.ASLEEP)
         self._room.release(owner)
 
+    def resize(self, owner: Hashable, num_blocks: int) -> None:
+        """A session that is asleep needs other room from now on, at most the pool."""
+        guest = self._guests[owner]
+        assert guest.state is State.ASLEEP
+        guest.num_blocks = min(num_blocks, self._room.num_blocks)
+
     def has_had_its_turn(self, owner: Hashable) -> bool:
         """Whether a session has computed a whole turn since it woke."""
         return self._guests[owner].num_computed >= self._turn_tokens

@@ -56,6 +56,30 @@ def _require_possible(field: str, value: int | str, num_bytes: int) -> int:
     return num_bytes
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+
+MAX_SECONDS = 10**10
+"""The longest duration that is taken for one."""
+
+
+def parse_duration(field: str, value: float | str) -> float:
+    """Seconds of a duration such as `"30d"`, `"12h"`, `"90min"` or `3600`.
+
+    Raises:
+        ConfigError: not a duration, not above 0, or more than 300 years.
+    """
+    seconds = -1.0
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        seconds = float(match.group(1)) * _SECONDS.get(match.group(2), -1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 < seconds <= MAX_SECONDS:
+        remedy = 'Write seconds or a duration such as "30d", "12h" or "90min".'
+        raise ConfigError(field, value, "not a duration", remedy)
+    return seconds
+
+
 def format_size(num_bytes: float) -> str:
     """A size for people, such as `1.4 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -128,7 +152,8 @@ class EngineConfig:
         device: `cpu`, `cuda`, or `auto`: the CPU, as long as the GPU path is young.
         gpu_bytes: bytes of the gpu pool (on a CPU machine: ordinary memory); `None`: what
             `max_sessions` windows need.
-        max_sessions: live sessions that the default gpu pool has room for.
+        max_sessions: live sessions that the default gpu pool has room for; also the most that
+            share a step.
         cpu_bytes: bytes of the cpu pool; 0 turns it off.
         store: directory of journals and of the ssd store; `None` keeps nothing across processes.
         ssd_bytes: limit of the *file* of the ssd store.
@@ -145,6 +170,9 @@ class EngineConfig:
             computes before it gives way to the next.
         sleep_after: seconds without work after which a session's blocks leave the gpu pool, though
             no other session needs the room; `None`: only then.
+        batch_invariant: what a session computes is the same to the bit, whoever shares its steps
+            and however often it sleeps. Decode steps on a GPU then all have one size, and a chunk
+            of a feed has a step of its own.
         num_threads: threads of the CPU path; `None` leaves torch's own choice.
         compile: `auto` compiles the decode step in the background when a C compiler is there,
             `off` stays on the eager path.
@@ -159,6 +187,11 @@ class EngineConfig:
         digest_bytes: bytes of the GPU for the digests by which old blocks are chosen; those that
             find no room there lie in host memory; 0: all of them; `None`: 131,072 tokens of each of
             `max_sessions`. On a CPU all are in host memory.
+        session_tokens: most tokens that a session may have; `None`: any number.
+        max_stored_sessions: most sessions of the store, awake and asleep, for one more to be made;
+            `None`: any number.
+        expire_after: seconds, or a text such as `"30d"`: a session that has slept longer is
+            deleted; `None`: none is. A session may be created with a time of its own.
         trust_remote_code: let a model's own Python code run.
     """
 
@@ -176,9 +209,10 @@ class EngineConfig:
     on_pressure: OnPressure = "wait"
     checkpoint_tokens: int | None = None
     prefill_chunk: int = 512
-    mixed_chunk: int = 256
+    mixed_chunk: int = 192
     turn_tokens: int = 256
     sleep_after: float | None = None
+    batch_invariant: bool = False
     num_threads: int | None = None
     compile: Literal["auto", "off"] = "auto"
     attention: Attention = "window"
@@ -186,6 +220,9 @@ class EngineConfig:
     recall_stride: int | None = None
     position_policy: PositionPolicy = "far"
     digest_bytes: int | str | None = None
+    session_tokens: int | None = None
+    max_stored_sessions: int | None = None
+    expire_after: float | str | None = None
     trust_remote_code: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -220,8 +257,15 @@ class EngineConfig:
         require_int("mixed_chunk", self.mixed_chunk, 1, 65536)
         require_int("turn_tokens", self.turn_tokens, 1)
         require_seconds("sleep_after", self.sleep_after)
+        require_choice("batch_invariant", self.batch_invariant, (False, True))
         if self.num_threads is not None:
             require_int("num_threads", self.num_threads, 1, 1024)
+        if self.session_tokens is not None:
+            require_int("session_tokens", self.session_tokens, 1)
+        if self.max_stored_sessions is not None:
+            require_int("max_stored_sessions", self.max_stored_sessions, 1)
+        if self.expire_after is not None:
+            parse_duration("expire_after", self.expire_after)
         require_choice("trust_remote_code", self.trust_remote_code, (False, True))
         if self.store is not None:
             _require_directory("store", self.store)

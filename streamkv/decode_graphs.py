@@ -62,6 +62,8 @@ class DecodeGraphs:
             does so in one place.
         pdl: overlap kernels of attention with those before.
         observes: keep the queries of rows that have a place for them.
+        one_size: every step is as large as the largest, so that a row is computed in the same way
+            however many there are.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class DecodeGraphs:
         mixed: Tensor | None,
         pdl: bool,
         observes: bool = False,
+        one_size: bool = False,
     ) -> None:
         self._forward = forward
         self._choose = choose
@@ -91,7 +94,8 @@ class DecodeGraphs:
         self._memory: Any = None
         self._steps: dict[int, _Step] = {}
         # The largest first: the others then fit into its memory.
-        for bucket in sorted(buckets_for(max_rows), reverse=True):
+        buckets = sorted(buckets_for(max_rows), reverse=True)
+        for bucket in buckets[:1] if one_size else buckets:
             self._steps[bucket] = self._capture(bucket)
 
     def fits(self, steps: Sequence[SequenceStep]) -> bool:

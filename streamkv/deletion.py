@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Deletion(NamedTuple):
-    """Keys of all full blocks of a session.
+    """Keys of all blocks of a session.
 
     Attributes:
         doomed: its alone.

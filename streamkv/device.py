@@ -141,7 +141,14 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
     if pool.data.device.type == "cpu":
         threads = config.num_threads or torch.get_num_threads()
         native_threads = threads if config.compile == "auto" else 0
-        return Runner(adapter, pool.data, adapter.trained_length, native_threads)
+        return Runner(
+            adapter,
+            pool.data,
+            adapter.trained_length,
+            native_threads,
+            config.max_sessions,
+            config.batch_invariant,
+        )
     # Imported only here: Triton is not there on every system.
     from streamkv.triton_runner import TritonRunner
 
@@ -155,4 +162,6 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         max_chunk=config.prefill_chunk,
         cache=cache_root(),
         observes=config.recall_blocks > 0,
+        batch_invariant=config.batch_invariant,
+        chunk=min(config.mixed_chunk, config.prefill_chunk),
     )

@@ -19,7 +19,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -73,6 +73,54 @@ def copy_digests(source: Path, target: Path) -> None:
         _log.warning("%s: cannot be copied to %s (%s)", source, target, error)
 
 
+def rename_digests(path: Path, names: Mapping[BlockKey, BlockKey]) -> int:
+    """Give the rows of a file the new names of their blocks; returns how many are left.
+
+    A row that is damaged, or whose block has no new name, is none from then on.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    num_left = 0
+    with open(path, "r+b") as file:
+        head = file.read(_HEADER.size)
+        if not _is_header(head):
+            file.truncate(0)
+            return 0
+        _, _, row_bytes, identity, _ = _HEADER.unpack(head)
+        index = 0
+        while len(row := file.read(row_bytes)) == row_bytes:
+            body = row[: -_CRC.size]
+            generation, key = _ROW.unpack_from(body)
+            is_whole = _row_crc(identity, index, body) == _CRC.unpack(row[-_CRC.size :])[0]
+            named = names.get(BlockKey(key)) if is_whole else None
+            if named is None:
+                row = bytes(row_bytes)
+            else:
+                body = _ROW.pack(generation, named) + body[_ROW.size :]
+                row = body + _CRC.pack(_row_crc(identity, index, body))
+                num_left += 1
+            file.seek(-row_bytes, os.SEEK_CUR)
+            file.write(row)
+            index += 1
+        file.truncate(_HEADER.size + index * row_bytes)
+    return num_left
+
+
+def _is_header(content: bytes) -> bool:
+    if (
+        len(content) < _HEADER.size
+        or zlib.crc32(content[: -_CRC.size]) != _CRC.unpack(content[-_CRC.size :])[0]
+    ):
+        return False
+    magic, version, row_bytes, _, _ = _HEADER.unpack(content)
+    return bool(magic == MAGIC and version == VERSION and row_bytes > ROW_OVERHEAD)
+
+
+def _row_crc(identity: int, block_index: int, body: bytes) -> int:
+    return zlib.crc32(body, (identity ^ block_index) & 0xFFFFFFFF)
+
+
 class DigestFile:
     """Rows of one session. Made by `open`.
 
@@ -100,7 +148,7 @@ class DigestFile:
             kind: what digests are; those of another kind are of no use.
             header: of the session's journal.
         """
-        name = f"{header.salt} {header.created_s!r} {header.weights} {kind}"
+        name = f"{header.origin or header.salt} {header.created_s!r} {header.weights} {kind}"
         file = cls(path, ROW_OVERHEAD + num_bytes, zlib.crc32(name.encode()))
         try:
             file._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -205,7 +253,7 @@ class DigestFile:
         return _HEADER.size + block_index * self._row_bytes
 
     def _crc(self, block_index: int, body: bytes) -> int:
-        return zlib.crc32(body, (self._identity ^ block_index) & 0xFFFFFFFF)
+        return _row_crc(self._identity, block_index, body)
 
     def _contents(self) -> Iterator[bytes]:
         """The bytes of each row; a torn one at the end is given up."""

@@ -4,13 +4,21 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from streamkv.admission import Admission
-from streamkv.config import EngineConfig, check_priority, choose_dtype, parse_size
+from streamkv.config import (
+    EngineConfig,
+    check_priority,
+    choose_dtype,
+    parse_duration,
+    parse_size,
+)
 from streamkv.cost_gate import CostGate
 from streamkv.device import (
     choose_device,
@@ -24,7 +32,9 @@ from streamkv.device import (
 from streamkv.digest_pages import DigestUsage
 from streamkv.entrance import Entrance
 from streamkv.errors import ConfigError, EngineClosedError, SessionError
+from streamkv.exchange import Exchange
 from streamkv.executor import Executor
+from streamkv.expiry import Expiry
 from streamkv.live import LiveStream
 from streamkv.metered import MeteredRunner
 from streamkv.metric_kinds import Snapshot
@@ -33,7 +43,10 @@ from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
 from streamkv.pool_room import PoolRoom
+from streamkv.quotas import Quotas
 from streamkv.session import Session
+from streamkv.session_export import SessionExport
+from streamkv.session_import import SessionImport
 from streamkv.sharing import Sharers, Sharing
 from streamkv.sizing import check_window, num_gpu_blocks
 from streamkv.sleepers import Sleepers
@@ -85,7 +98,8 @@ class Engine:
             self.config.prefill_chunk,
             self.config.num_threads,
             self.config.mixed_chunk,
-            self._sharing.instruments,
+            mixes=not self.config.batch_invariant,
+            instruments=self._sharing.instruments,
         )
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
@@ -93,6 +107,7 @@ class Engine:
             # Measured on two cores: 2,900 sleeps in a step of 512 tokens, a quarter of its time.
             self._loop.submit(Call(lambda: self._open(model, on_progress))).result()
             self._keep_from_collector()
+            self._begin_expiry()
         except BaseException:
             self._loop.close()
             raise
@@ -118,6 +133,26 @@ class Engine:
         )
         self._store = Store.open(self.config, self._adapter)
         self._open_tiers(on_progress)
+
+    def _begin_expiry(self) -> None:
+        self._expiry: Expiry | None = None
+        if self._store is None:
+            return
+        after = self.config.expire_after
+        self._expiry = Expiry(
+            self._store.path,
+            parse_duration("expire_after", after) if after is not None else None,
+            self._alone,
+            self._exchange.delete,
+        )
+        self._expiry.look()
+        self._expiry.start()
+
+    def _alone(self, name: str) -> AbstractContextManager[bool]:
+        """A context in which nobody opens this session; it gives whether it is not open already."""
+        return self._exchange.alone(
+            name, lambda: name in self._sessions or name in self._being_opened
+        )
 
     def _keep_from_collector(self) -> None:
         """Keep what is loaded now out of Python's garbage collections.
@@ -151,6 +186,9 @@ class Engine:
             opened.callback(self._tiers.close)
             self._runner = make_runner(self._adapter, self._gpu_pool, self.config)
             opened.callback(self._runner.close)
+            if self.config.batch_invariant:
+                # One way for all steps: which rounds how is chosen here, and never again.
+                self._runner.wait_until_fast()
             recaller = make_recaller(
                 self._adapter,
                 self._tokenizer,
@@ -174,6 +212,9 @@ class Engine:
                 Entrance(room, self._loop, sleepers),
                 self._store,
                 self._sharing,
+            )
+            self._exchange = Exchange(
+                self._adapter, self._store, self._tiers, self._opener.check_import
             )
             opened.pop_all()
 
@@ -217,6 +258,8 @@ class Engine:
         system: str | None = None,
         tenant: str | None = None,
         shared_prompt: bool = False,
+        session_tokens: int | None = None,
+        expire_after: float | str | None = None,
         priority: int = 0,
     ) -> Session:
         """Open a session: it resumes if it exists, else it is created.
@@ -230,10 +273,16 @@ class Engine:
                 session; a different one later is refused.
             shared_prompt: the system prompt is no secret: its blocks are shared with every session
                 that was opened so, of any tenant or none.
+            session_tokens: most tokens that it may have, in place of the engine's; kept with the
+                session, a different one later is refused.
+            expire_after: seconds, a text such as `"30d"`, or `"never"`: how long it may sleep until
+                it is deleted, likewise.
             priority: from -8 to 8. Where not all sessions have room, higher ones come first; of two
                 that compute all the time one with 1 more gets twice the tokens. Not kept.
 
         Raises:
+            QuotaError: there may be no session more, or its system prompt has too many tokens.
+            ConfigError: no number of tokens, or no duration.
             InputError: not a name, a system prompt too long to keep, no name of a tenant, or a
                 shared prompt that is not given.
             SessionError: open already, or created with another system prompt, another model or
@@ -243,15 +292,17 @@ class Engine:
         """
         validate_session_name(name)
         sharers = Sharers(tenant, shared_prompt)
+        quotas = Quotas(session_tokens, expire_after)
         check_priority(priority)
         with self._lock:
             self._require_open()
             if name in self._sessions or name in self._being_opened:
                 raise SessionError(f"session {name!r} is open already. Close it, or use another.")
+            self._exchange.require_not_arriving(name)
             self._being_opened.add(name)
         try:
             # Without the lock: it may have to wait until other sessions have made room.
-            live = self._opener.open(name, system, sharers, priority)
+            live = self._opener.open(name, system, sharers, quotas, priority)
             with self._lock:
                 if self._closed:
                     live.sleep()
@@ -266,6 +317,7 @@ class Engine:
             self._require_open()
             if name in self._sessions or name in self._being_opened:
                 raise name_is_taken(name)
+            self._exchange.require_not_arriving(name)
             # After the engine's lock: the engine's end waits for the intake while it has that.
             with live.intake.lock:
                 live.intake.require_open()
@@ -275,6 +327,78 @@ class Engine:
         session = Session(live, self._loop, self._session_closed, self._fork, self.counters)
         self._sessions[live.name] = session
         return session
+
+    def export_session(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        all_blocks: bool = False,
+        overwrite: bool = False,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> SessionExport:
+        """Write a session, open or asleep, into one file; the session stays as it is.
+
+        An open one is written as its journal and its newest checkpoint tell of it.
+
+        Args:
+            name: of the session.
+            path: of the file, which appears whole and durable, or not at all.
+            all_blocks: old blocks and digests go along, as far as they are stored, so that recall
+                and `full` go on elsewhere; else what a resume needs, and the journal.
+            overwrite: replace a file of this name.
+            on_progress: called with blocks done and blocks in all, now and then.
+
+        Raises:
+            ConfigError: the engine has no store.
+            InputError: no name of a session, or there is a file of this name.
+            JournalError, StoreError: it cannot be read, or the file not be written.
+        """
+        self._require_open()
+        return self._exchange.export(name, path, all_blocks, overwrite, on_progress)
+
+    def import_session(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        tenant: str | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> SessionImport:
+        """Make a session of one that was exported; it sleeps until it is opened by its name.
+
+        What came in the file is shown to no other session, unless a tenant is named.
+
+        Args:
+            path: of the file.
+            name: of the session; `None`: the name it had.
+            tenant: whose it will be: other sessions of that tenant then take its blocks for theirs,
+                so the file must be one that you trust.
+            on_progress: called with bytes done and bytes in all, now and then.
+
+        Raises:
+            ConfigError: the engine has no store.
+            InputError: the file is damaged, no export, or of another model; or there is a session
+                of this name.
+            QuotaError: it has more tokens than one may have, or there may not be another one.
+            JournalError, StoreError: the store cannot be written. Nothing is left of it.
+        """
+        self._require_open()
+        return self._exchange.bring(path, name, tenant, on_progress)
+
+    def expire(self, older_than: float | str | None = None) -> list[str]:
+        """Delete sessions that have slept for too long, now; returns their names.
+
+        Args:
+            older_than: seconds, or a text such as `"30d"`: those that have slept longer, but for
+                sessions that never expire; `None`: those whose time is over.
+
+        Raises:
+            ConfigError: not a duration.
+        """
+        older_than_s = parse_duration("older_than", older_than) if older_than is not None else None
+        self._require_open()
+        return self._expiry.expire(older_than_s) if self._expiry is not None else []
 
     def wait_until_fast(self) -> bool:
         """Wait until the native decode step is ready or given up; whether there is one.
@@ -345,6 +469,8 @@ class Engine:
 
     def close(self) -> None:
         """Put every session to sleep and release everything. Closing twice is allowed."""
+        if self._expiry is not None:
+            self._expiry.close()
         with self._lock:
             if self._closed:
                 return

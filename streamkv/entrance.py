@@ -24,12 +24,16 @@ class Entrance:
         room: of the gpu pool.
         loop: the engine's thread.
         sleepers: what that thread puts to sleep; `None` where nobody can sleep.
+
+    Attributes:
+        open_names: sessions that have entered and not left.
     """
 
     def __init__(self, room: PoolRoom, loop: StepLoop, sleepers: Sleepers | None) -> None:
         self._room = room
         self._loop = loop
         self._sleepers = sleepers
+        self.open_names: set[str] = set()
 
     @property
     def can_sleep(self) -> bool:
@@ -58,9 +62,11 @@ class Entrance:
                 f"{self._room.num_blocks}. Open the engine with a larger gpu_bytes, or the "
                 "session with a smaller window."
             )
+        self.open_names.add(name)
         if self._sleepers is None:
             if self._room.reserve(name, num_blocks):
                 return True
+            self.open_names.discard(name)
             raise PoolFullError(
                 f"session {name!r} needs room for {num_blocks} blocks, {self._room.num_free} of "
                 f"{self._room.num_blocks} are left, and without a tier below nobody can sleep. "
@@ -89,6 +95,7 @@ class Entrance:
 
     def leave(self, name: str) -> None:
         """A session has ended, or is not opened after all."""
+        self.open_names.discard(name)
         if self._sleepers is not None:
             sleepers = self._sleepers
             with contextlib.suppress(EngineClosedError):

@@ -4,6 +4,7 @@ StreamKVError
 ├── ConfigError (also ValueError)       an option: names field, value and remedy
 │   └── UnknownOptionError (TypeError)  an option that does not exist
 ├── InputError (also ValueError)        text, token ids or a name given by the caller
+├── QuotaError (also ValueError)        more tokens or sessions than there may be
 ├── ModelError (also ValueError)        a model that cannot be found, loaded or supported
 │   └── UnsupportedModelError           the numeric probe refused it
 ├── SessionError                        a session in a state that forbids the call
@@ -47,6 +48,17 @@ class InputError(StreamKVError, ValueError):
         if len(shown) > 120:
             shown = shown[:117] + "..."
         super().__init__(f"{field}={shown}: {problem}. {remedy}")
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+
+
+class QuotaError(StreamKVError, ValueError):
+    """More tokens or sessions than there may be. Names the quota, its value and the remedy."""
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        super().__init__(f"{field}={value!r}: {problem}. {remedy}")
         self.field = field
         self.value = value
         self.problem = problem

@@ -113,6 +113,7 @@ class Flights:
         deliver: called with a job, the result of a step, and whether it is the last one.
         fail: called with a job and the error that its step ended with.
         clock: seconds.
+        mixes: a step may have both parts of one query and a longer one.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class Flights:
         deliver: Callable[[Job, StepResult, bool], None],
         fail: Callable[[Job, BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        mixes: bool = True,
     ) -> None:
         self._clock = clock
+        self._mixes = mixes
         self._patient_with: tuple[Flight, float] | None = None
         self._executor = executor
         self._counted = counted
@@ -207,7 +210,8 @@ class Flights:
             if self._prepared(step, job)
         ]
         asked_for = {row.step.sequence for row in rows}
-        rows = [*self._next_rows(asked_for), *rows]
+        if self._mixes or all(row.step.query_len == 1 for row in rows):
+            rows = [*self._next_rows(asked_for), *rows]
         # Longer parts come last in a packed row.
         rows.sort(key=lambda row: row.step.query_len > 1)
         if rows:

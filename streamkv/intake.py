@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from typing import Any
 
 from streamkv.chat import Segment
-from streamkv.errors import EngineClosedError, InputError, JournalError, StreamKVError
+from streamkv.errors import EngineClosedError, InputError, JournalError, QuotaError, StreamKVError
 from streamkv.incremental import require_text
 from streamkv.instruments import ACCEPTED
 from streamkv.journal import Journal
@@ -26,6 +26,7 @@ from streamkv.journal_records import (
     Turn,
 )
 from streamkv.past import MemoryPast
+from streamkv.quotas import require_tokens
 from streamkv.sequence import Sequence
 from streamkv.tiers.usage import Counters
 from streamkv.tokenizer import Tokenizer
@@ -68,10 +69,12 @@ class Intake:
         vocab_size: token ids are below it.
         trained_length: positions that sink tokens and window may take together.
         memory: what remembers the stream of a session without a journal, if anything does.
+        name: of the session.
+        tokens_allowed: most tokens that it may have; `None`: any number.
         counted: has the names `ACCEPTED`: where accepted tokens are counted.
 
     Attributes:
-        vocab_size: as given.
+        vocab_size, tokens_allowed: as given.
     """
 
     def __init__(
@@ -82,8 +85,12 @@ class Intake:
         vocab_size: int,
         trained_length: int,
         memory: MemoryPast | None = None,
+        name: str = "",
+        tokens_allowed: int | None = None,
         counted: Counters | None = None,
     ) -> None:
+        self._name = name
+        self.tokens_allowed = tokens_allowed
         self._memory = memory
         self._counted = counted if counted is not None else Counters(ACCEPTED)
         self._sequence = sequence
@@ -92,6 +99,7 @@ class Intake:
         self.vocab_size = vocab_size
         self._trained_length = trained_length
         self._encoder = tokenizer.encoder()
+        self._tail = ""
         self._has_turns = False
         self._closed = False
         self.lock = threading.Lock()
@@ -116,8 +124,20 @@ class Intake:
             has_turns: the stream holds turns, so an answer may be open.
         """
         self._encoder = self._tokenizer.encoder(tail=tail, at_start=self._is_start)
+        self._tail = tail
         self._has_turns = has_turns
         self.text_chars = text_chars
+
+    def pieces(self, item: Any) -> Iterator[str | list[int]]:
+        """A fed item in pieces; a list, which is handed over whole, has room whole or is refused.
+
+        Raises:
+            InputError: neither a text nor a list of token ids.
+            QuotaError: a list of more tokens than the session may have.
+        """
+        if isinstance(item, list | tuple):
+            self.require_room(len(item))
+        return pieces(item)
 
     def accept(self, piece: str | list[int]) -> None:
         """Accept a piece of text, or token ids.
@@ -126,6 +146,7 @@ class Intake:
 
         Raises:
             InputError: invalid Unicode, or a token id out of range.
+            QuotaError: the session would have more tokens than it may.
             JournalError: it could not be written, so it was not accepted.
         """
         if isinstance(piece, str):
@@ -139,7 +160,8 @@ class Intake:
         require_text("items", text)
         at_start = self._encoder.at_start
         ids = self._encoder.push(text)
-        self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start)
+        held = self._held_tokens(len(ids))
+        self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start, held)
         self.text_chars += len(text)
         self._add("fed_tokens", ids)
 
@@ -155,14 +177,30 @@ class Intake:
             self._write_or_restore(Flushed(tuple(ids)), at_start)
             self._add("fed_tokens", ids)
 
-    def _write_or_restore(self, record: Record, at_start: bool) -> None:
+    def require_room(self, num_tokens: int) -> None:
+        """Raise `QuotaError` if so many more tokens would be more than the session may have."""
+        require_tokens(self._name, self._sequence.num_tokens + num_tokens, self.tokens_allowed)
+
+    def _held_tokens(self, num_new: int) -> int:
+        """Tokens that the text that is held back will make, if it matters how many."""
+        tail, allowed = self._encoder.tail, self.tokens_allowed
+        # No character makes more tokens than it has bytes, which are four at most.
+        most = self._sequence.num_tokens + num_new + 4 * len(tail) + 1
+        if allowed is None or most <= allowed:
+            return 0
+        twin = self._tokenizer.encoder(tail=tail, at_start=self._encoder.at_start)
+        return len(twin.flush())
+
+    def _write_or_restore(self, record: Fed | Flushed, at_start: bool, num_held: int = 0) -> None:
         """Write what the encoder has just made; if that fails, put the encoder back."""
+        before = self._tail
         try:
+            self.require_room(len(record.ids) + num_held)
             self._write(record)
-        except (JournalError, EngineClosedError, InputError):
-            tail = self._journal.state.tail if self._journal is not None else ""
-            self._encoder = self._tokenizer.encoder(tail=tail, at_start=at_start)
+        except (JournalError, EngineClosedError, InputError, QuotaError):
+            self._encoder = self._tokenizer.encoder(tail=before, at_start=at_start)
             raise
+        self._tail = self._encoder.tail
 
     def fork_into(self, other: "Intake") -> None:
         """Have the intake of a forked sequence go on where this one stands."""
@@ -250,8 +288,10 @@ class Intake:
         """Accept a sampled token. It may be handed out once this has returned.
 
         Raises:
+            QuotaError: the session would have more tokens than it may.
             JournalError: it could not be written.
         """
+        self.require_room(1)
         self._write(Generated((token_id,)))
         self._add("generated_tokens", (token_id,))
 
@@ -275,9 +315,11 @@ class Intake:
 
     def _give(self, kind: GivenKind, ids: Ids[int], *more: Record) -> None:
         """Accept ids while no text is held back, and what the journal says about them."""
+        self.require_room(len(ids))
         self._write(Given(kind, tuple(ids)), *more)
         self._add(_COUNTED_AS[kind], ids)
         self._encoder = self._tokenizer.encoder(at_start=self._is_start)
+        self._tail = ""
 
     def _add(self, counted_as: str, ids: Ids[int]) -> None:
         """Accepted tokens are part of the stream from now on."""
@@ -325,7 +367,7 @@ class FedItem:
     def __init__(self, intake: Intake, sequence: Sequence, item: Any) -> None:
         self._intake = intake
         self._sequence = sequence
-        self._pieces = pieces(item)
+        self._pieces = intake.pieces(item)
         self._is_list = isinstance(item, list | tuple)
         self._refused: str | list[int] | None = None
 
@@ -333,7 +375,7 @@ class FedItem:
         """Accept the next piece; False: there is none.
 
         Raises:
-            InputError, JournalError: as `Intake.accept`.
+            InputError, QuotaError, JournalError: as `Intake.accept`.
         """
         refused, self._refused = self._refused, None
         piece = refused if refused is not None else next(self._pieces, None)

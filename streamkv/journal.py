@@ -51,6 +51,7 @@ from streamkv.journal_state import JournalState, Stretch
 _log = logging.getLogger(__name__)
 
 _IDS_READ_BYTES = 1 << 16
+_HEADER_READ_BYTES = 1 << 12  # a thousand sessions are looked at when an engine opens
 _VERSIONS = f"{READ_VERSIONS[0]} to {READ_VERSIONS[-1]}"
 
 
@@ -349,7 +350,8 @@ def _read_header(path: Path, fd: int) -> tuple[SessionHeader, int, int]:
     if size < len(MAGIC) or os.pread(fd, len(MAGIC), 0) != MAGIC:
         raise JournalError(f"{path}: not a journal of streamkv. Use another store or session name.")
     reach = min(size, len(MAGIC) + FRAME_OVERHEAD + MAX_PAYLOAD_BYTES)
-    frame = next(read_frames(fd, len(MAGIC), reach, HEADER_SEED), None)
+    frames = read_frames(fd, len(MAGIC), reach, HEADER_SEED, read_bytes=_HEADER_READ_BYTES)
+    frame = next(frames, None)
     if frame is None or frame.kind != RecordKind.HEADER:
         raise _damaged(path, len(MAGIC), "it is the header")
     try:

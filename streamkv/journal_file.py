@@ -13,6 +13,9 @@ from pathlib import Path
 
 from streamkv.errors import JournalError, SessionError
 
+UNFINISHED = ".new-journal-"
+"""How the name of a file begins that is being made; its lock is held by whoever makes it."""
+
 
 def create_locked(path: Path, content: bytes | Iterable[bytes]) -> int:
     """Create the file with `content`, mode 0600, on disk with its name; returns the locked fd.
@@ -25,7 +28,7 @@ def create_locked(path: Path, content: bytes | Iterable[bytes]) -> int:
         JournalError: it exists, or the directory cannot be written.
     """
     try:
-        fd, temporary = tempfile.mkstemp(prefix=".new-journal-", dir=path.parent)
+        fd, temporary = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
     except OSError as error:
         raise _cannot_create(path, error) from error
     try:

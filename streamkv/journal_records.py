@@ -29,10 +29,11 @@ from typing import Any
 
 from streamkv.errors import InputError
 
-JOURNAL_VERSION = 3
-"""Version of frames and records that is written; 2 brought REWOUND, 3 MODE_SET and CHOSEN."""
+JOURNAL_VERSION = 4
+"""Version of frames and records that is written; 2 brought REWOUND, 3 MODE_SET and CHOSEN, 4 the
+last three fields of the header."""
 
-READ_VERSIONS = (1, 2, 3)
+READ_VERSIONS = (1, 2, 3, 4)
 """Versions that are read; a journal of another one is refused."""
 
 _FED = struct.Struct("<II")
@@ -88,6 +89,11 @@ class SessionHeader:
         system_digest: of the system prompt, in hex; empty if there is none.
         num_shared_tokens: first tokens, a prompt marked shared; blocks that lie wholly in them are
             named without the salt.
+        origin: of an imported session, the salt of the one that was exported first, in hex; its
+            digests are named by it.
+        session_tokens: most tokens that it may have; `None`: as many as the engine allows.
+        expire_after_s: seconds of sleep after which it is deleted; `None`: as the engine says, 0:
+            never.
     """
 
     model: str
@@ -101,6 +107,9 @@ class SessionHeader:
     created_s: float
     system_digest: str = ""
     num_shared_tokens: int = 0
+    origin: str = ""
+    session_tokens: int | None = None
+    expire_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,10 @@
 """An open session behind the scenes: its sequence, its journal, its text and its way to sleep."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import Attention
-from streamkv.deletion import keys_to_delete
 from streamkv.detokenizer import IncrementalDecoder
 from streamkv.errors import InputError, JournalError, SessionError
 from streamkv.executor import Executor
@@ -21,9 +18,10 @@ from streamkv.recovery import Recovery, open_block_key
 from streamkv.reuse import PrefixReuse
 from streamkv.sampling import SamplingParams
 from streamkv.sequence import Sequence
+from streamkv.session_deletion import delete_stored
 from streamkv.sharing import Sharing
 from streamkv.sleeping import Sleeper
-from streamkv.store import Store, delete_digests
+from streamkv.store import Store
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.spec import KVSpec
 from streamkv.tokenizer import Tokenizer
@@ -278,25 +276,18 @@ class LiveStream:
             _log.warning("session %r: went to sleep without its last record (%s)", self.name, error)
 
     def delete(self) -> None:
-        """Forget the session: its unshared blocks in every tier, then the journal."""
+        """Forget the session: its unshared blocks in every tier, then the journal.
+
+        Raises:
+            StoreError: blocks or files cannot be deleted. The session sleeps, and is still there.
+            JournalError: the journal cannot be deleted; likewise.
+        """
         with self.intake.lock:
             self.intake.close()
             self.executor.close(self.sequence)
-            sequence = self.sequence
-            if self.journal is not None:
-                keys = keys_to_delete(
-                    self.journal, sequence.root_key, sequence.block_size, self._other_journals()
-                )
-                self.tiers.forget(self.name, keys.doomed, spared=keys.spared).wait()
-            else:
+            if self.journal is None or self.store is None:
                 self.tiers.forget(self.name).wait()
-            if self.store is not None:
-                delete_digests(self.store.path, self.name)
-            if self.journal is not None:
-                self.journal.delete()
-
-    def _other_journals(self) -> Iterator[Path]:
-        if self.store is not None:
-            for name in self.store.session_names():
-                if name != self.name:
-                    yield self.store.journal_path(name)
+                return
+            with self.journal:
+                root, size = self.sequence.root_key, self.sequence.block_size
+                delete_stored(self.name, self.journal, root, size, self.store, self.tiers)

@@ -6,6 +6,9 @@ from streamkv.errors import InputError
 
 MAX_NAME_CHARS = 100
 
+JOURNAL_SUFFIX = ".journal"
+DIGESTS_SUFFIX = ".digests"
+
 # ASCII only: file systems disagree about which other characters are the same, and count bytes.
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9_. -]{{0,{MAX_NAME_CHARS - 1}}}", re.ASCII)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from streamkv.kernels import reference
-from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native import DecodeRow, NativeDecoder
 from streamkv.kernels.native_attention import NativeAttention
 from streamkv.kernels.native_attention_check import check_attention
 from streamkv.kernels.native_build import NativeUnavailableError, build
@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 CHECK_TOKENS = 70
 """Tokens of the comparison: more than one block."""
+
+CHECK_ROWS = 11
+"""Rows of the comparison of a step of several: more than a tile of `products.h`, and some more."""
 
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Allowed root mean square of the difference, as a share of that of the logits. bfloat16: what the
@@ -171,14 +174,20 @@ def check(
         NativeUnavailableError: they differ.
     """
     ids = [(7 + 31 * index) % adapter.vocab_size for index in range(CHECK_TOKENS)]
-    expected = _model_logits(adapter, ids, rope)
+    expected = _model_logits(adapter, ids, CHECK_ROWS, rope)
     decoder = bind(GpuPool(adapter.spec, 2).data)
-    for index, token_id in enumerate(ids):
-        found = decoder.decode(
-            token_id, index, index, _table(index + 1), CHECK_TOKENS, want_logits=True
-        )
+    rows = [
+        DecodeRow(token_id, index, index, _table(index + 1), CHECK_TOKENS)
+        for index, token_id in enumerate(ids)
+    ]
+    for row in rows:
+        [found] = decoder.decode([row])
     assert found is not None
-    _require_close(found, expected, decoder.kv_dtype)
+    _require_close(found, expected[-1], decoder.kv_dtype)
+    # Once more, the last ones side by side: they write the same again.
+    for found, wanted in zip(decoder.decode(rows[-CHECK_ROWS:]), expected, strict=True):
+        assert found is not None
+        _require_close(found, wanted, decoder.kv_dtype)
 
 
 @torch.inference_mode()
@@ -203,10 +212,12 @@ def _require_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
         )
 
 
-def _model_logits(adapter: ModelAdapter, ids: list[int], rope: RopeTables) -> torch.Tensor:
-    """Logits after the last token, by the model's own code over the reference attention."""
+def _model_logits(
+    adapter: ModelAdapter, ids: list[int], count: int, rope: RopeTables
+) -> torch.Tensor:
+    """Logits after each of the last tokens, by the model's code over the reference attention."""
     hidden = adapter.hidden(torch.tensor([ids]), _reference_attend(adapter, rope))
-    return adapter.logits(hidden[-1:])[0]
+    return adapter.logits(hidden[-count:])
 
 
 def _reference_attend(adapter: ModelAdapter, rope: RopeTables) -> Attend:

@@ -8,12 +8,13 @@ import hashlib
 import itertools
 import threading
 import time
+from pathlib import Path
 
 from streamkv.checkpoint import Checkpointer
 from streamkv.config import EngineConfig
 from streamkv.digest_file import DigestFile, copy_digests
 from streamkv.entrance import Entrance
-from streamkv.errors import ConfigError, InputError, PoolFullError, SessionError
+from streamkv.errors import ConfigError, InputError, PoolFullError, QuotaError, SessionError
 from streamkv.executor import Executor
 from streamkv.forking import share_blocks
 from streamkv.intake import Intake
@@ -22,6 +23,7 @@ from streamkv.journal_records import SessionHeader
 from streamkv.live import LiveStream
 from streamkv.model import ModelAdapter
 from streamkv.past import MemoryPast
+from streamkv.quotas import UNLIMITED, Quotas, require_tokens, tokens_allowed
 from streamkv.recall_log import RecallLog
 from streamkv.reuse import PrefixReuse
 from streamkv.sequence import Sequence
@@ -70,12 +72,18 @@ class SessionOpener:
         self._building = threading.Lock()
 
     def open(
-        self, name: str, system: str | None, asked: Sharers = PRIVATE, priority: int = 0
+        self,
+        name: str,
+        system: str | None,
+        asked: Sharers = PRIVATE,
+        quotas: Quotas = UNLIMITED,
+        priority: int = 0,
     ) -> LiveStream:
         """The live stream of a session, new or resumed; one that is resumed waits for room.
 
         Raises:
             ConfigError: a system prompt too long to keep.
+            QuotaError: there may be no session more, or its system prompt is too long.
             InputError: a shared prompt that is not given.
             SessionError: created with another system prompt, another model or other sharers, or it
                 recalls more than the engine has room for.
@@ -88,8 +96,15 @@ class SessionOpener:
             resumed = journal is not None
             if journal is not None:
                 asked.check(name, journal.header)
+                quotas.check(name, journal.header)
                 self._check_recall(name, journal)
-            header = journal.header if journal is not None else self._new_header(system, asked)
+            else:
+                self._require_one_more(name)
+            header = (
+                journal.header
+                if journal is not None
+                else self._new_header(name, system, asked, quotas)
+            )
             need = self._blocks_of(header.num_sink_tokens, header.window_size)
             self._entrance.enter(name, need, priority, has_blocks=resumed)
             if journal is None and self._store is not None:
@@ -114,11 +129,13 @@ class SessionOpener:
 
         Raises:
             InputError: there is a session of this name already.
+            QuotaError: there may be no session more.
             PoolFullError: no room for another window.
             JournalError: its journal cannot be made.
         """
         if self._store is not None and self._store.journal_path(name).exists():
             raise name_is_taken(name)
+        self._require_one_more(name)
         journal: Journal | None = None
         sequence = live.sequence.copy(next(self._ids))
         try:
@@ -142,7 +159,15 @@ class SessionOpener:
             log = self._recall_log(name, journal, memory)
             self._executor.fork(live.sequence, sequence, log)
             forked = self._assemble(
-                name, sequence, live.created_window, journal, memory, log, False, need
+                name,
+                sequence,
+                live.created_window,
+                journal,
+                memory,
+                log,
+                resumed=False,
+                num_blocks=need,
+                allowed=live.intake.tokens_allowed,
             )
             live.intake.fork_into(forked.intake)
             self._let_sleep(forked, None if is_awake else live.sequence)
@@ -158,9 +183,33 @@ class SessionOpener:
             forked.checkpointer.write_now()
         return forked
 
+    def check_import(self, name: str, journal: Journal) -> None:
+        """Raise `QuotaError` unless a session of this name and journal may come in."""
+        self._require_one_more(name)
+        allowed = tokens_allowed(journal.header, self._config)
+        require_tokens(name, journal.state.num_tokens, allowed)
+
     def release(self, name: str) -> None:
         """Give back the room of a session."""
         self._entrance.leave(name)
+
+    def _require_one_more(self, name: str) -> None:
+        """Raise `QuotaError` if the store has as many sessions as it may."""
+        most, store = self._config.max_stored_sessions, self._store
+        if most is None or store is None:
+            return
+        names = store.session_names()
+        if len(names) < most:
+            return
+        asleep = [each for each in names if each not in self._entrance.open_names] or names
+        oldest = min(asleep, key=lambda each: _written_s(store.journal_path(each)))
+        raise QuotaError(
+            "max_stored_sessions",
+            most,
+            f"there are {len(names)} sessions, so {name!r} cannot be made",
+            f"Delete one: {oldest!r} has slept longest (streamkv session rm '{oldest}'). Or open "
+            "the engine with a larger max_stored_sessions.",
+        )
 
     def _existing_journal(self, name: str, system: str | None) -> Journal | None:
         if self._store is None or not self._store.journal_path(name).exists():
@@ -218,7 +267,9 @@ class SessionOpener:
             )
         return RecallLog(journal, digests)
 
-    def _new_header(self, system: str | None, asked: Sharers) -> SessionHeader:
+    def _new_header(
+        self, name: str, system: str | None, asked: Sharers, quotas: Quotas
+    ) -> SessionHeader:
         config = self._config
         num_opening = len(self._opening_ids(system)) if system else 0
         num_sinks = max(config.num_sink_tokens, num_opening)
@@ -230,7 +281,7 @@ class SessionOpener:
                 f"{self._adapter.trained_length}",
                 "Use a shorter system prompt or a smaller window_size.",
             )
-        return SessionHeader(
+        header = SessionHeader(
             model=self._adapter.name,
             weights=self._adapter.fingerprint.hex(),
             vocab_size=self._adapter.vocab_size,
@@ -242,11 +293,25 @@ class SessionOpener:
             created_s=time.time(),
             system_digest=_digest(system) if system is not None else "",
             num_shared_tokens=asked.num_shared(num_opening),
+            session_tokens=quotas.session_tokens,
+            expire_after_s=quotas.expire_after_s,
         )
+        require_tokens(name, num_opening, tokens_allowed(header, config))
+        return header
 
     def _blocks_of(self, num_sink_tokens: int, window_size: int) -> int:
         """Blocks that a session may need at once."""
         return blocks_of_session(self._config, self._adapter.spec, num_sink_tokens, window_size)
+
+    def _blocks_of_window(self, window: Window) -> int:
+        """The same of one whose sink tokens may lie anywhere."""
+        size = self._adapter.spec.block_size
+        sinks = {
+            index
+            for start, end in window.sink_ranges
+            for index in range(start // size, (end - 1) // size + 1)
+        }
+        return self._blocks_of(0, window.window_size) + len(sinks)
 
     def _let_sleep(self, live: LiveStream, source: Sequence | None = None) -> None:
         """The session is open: its blocks may leave the gpu pool from now on.
@@ -264,6 +329,7 @@ class SessionOpener:
             self._executor,
             live.checkpointer,
             live.recompute,
+            self._blocks_of_window,
         )
         live.sleeper = sleeper
         if source is not None:
@@ -289,7 +355,10 @@ class SessionOpener:
         log = self._recall_log(name, journal, memory)
         try:
             self._executor.open(sequence, log, window)
-            live = self._assemble(name, sequence, window, journal, memory, log, resumed, num_blocks)
+            allowed = tokens_allowed(header, self._config)
+            live = self._assemble(
+                name, sequence, window, journal, memory, log, resumed, num_blocks, allowed
+            )
             if journal is not None and resumed:
                 self._recover(live, journal)
             self._executor.resume(sequence, self._config.attention)
@@ -308,6 +377,7 @@ class SessionOpener:
         log: RecallLog,
         resumed: bool,
         num_blocks: int,
+        allowed: int | None,
     ) -> LiveStream:
         adapter, config, tokenizer = self._adapter, self._config, self._tokenizer
         checkpointer = None
@@ -331,6 +401,8 @@ class SessionOpener:
             adapter.vocab_size,
             adapter.trained_length,
             memory,
+            name,
+            allowed,
             self._sharing.instruments.counted,
         )
         return LiveStream(
@@ -376,6 +448,14 @@ def name_is_taken(name: str) -> InputError:
     """The error for a new session whose name another one has."""
     remedy = "Use another name, or delete that session first."
     return InputError("name", name, "there is a session of this name", remedy)
+
+
+def _written_s(path: Path) -> float:
+    """When a journal was written last; one that is gone by now, just now."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 def _digest(text: str) -> str:

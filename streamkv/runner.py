@@ -2,9 +2,12 @@
 
 The runner owns the model and reads and writes the gpu pool; it decides nothing. Blocks for the new
 tokens must be live before `run`. Plans of attention are made once per step and serve all layers.
+Where there is a native decode step, sequences with one token are its rows, and only longer parts
+are packed.
 """
 
 import itertools
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
 from streamkv.block_table import Entries
 from streamkv.kernels import cpu
-from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native import DecodeRow, NativeDecoder
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.table import SequenceTable
 from streamkv.model import ModelAdapter
@@ -24,6 +27,10 @@ from streamkv.row_padding import padded_rows
 
 LOGIT_BYTES = 24 * 2**20
 """Bytes of logits made at once when scoring."""
+
+MAX_SEQUENCES = 16
+"""Sequences of one step, at most. On two cores a step of more than 8 takes longer in proportion;
+with more cores arithmetic is cheaper, and reading the weights is not."""
 
 KEPT_BYTES = 30 * 2**20
 """More than any buffer of a step has, and below the 32 MiB that glibc never keeps."""
@@ -56,12 +63,22 @@ class Runner:
         pool: [num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim].
         max_distance: largest distance between a query and a key in use.
         native_threads: threads of the native kernels; 0 does without them.
+        max_sequences: of a step, at most.
+        batch_invariant: what a sequence computes does not depend on who is beside it, to the bit.
     """
 
     def __init__(
-        self, model: ModelAdapter, pool: Tensor, max_distance: int, native_threads: int = 0
+        self,
+        model: ModelAdapter,
+        pool: Tensor,
+        max_distance: int,
+        native_threads: int = 0,
+        max_sequences: int = MAX_SEQUENCES,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
+        self.max_sequences = min(max_sequences, MAX_SEQUENCES)
+        self._is_invariant = batch_invariant
         self._pool = pool
         self._rope = RopeTables(model.inv_freq, max_distance + 1)
         self._query_shape = (model.spec.num_layers, model.num_q_heads, model.head_dim)
@@ -92,11 +109,6 @@ class Runner:
         if self._native is not None:
             self._native.close()
 
-    @property
-    def max_sequences(self) -> int:
-        """One: a step of several would only make each of them wait longer."""
-        return 1
-
     def launch(self, batch: Batch) -> Landed:
         """Compute the batch: here it is done when it was started."""
         return Landed(self.run(batch))
@@ -104,14 +116,26 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[StepResult]:
         """Compute the batch; one result per sequence, in the batch's order."""
-        if len(batch.steps) == 1 and batch.steps[0].query_len == 1:
-            decoder = self._native.claim() if self._native is not None else None
-            if decoder is not None:
-                return [self._decode(batch.steps[0], decoder)]
+        decoder = self._native.claim() if self._native is not None else None
+        single = [step.query_len == 1 for step in batch.steps]
+        if decoder is None or not any(single):
+            if self._is_invariant:
+                # Torch's products round by the number of rows; those of a native step do not.
+                return [result for step in batch.steps for result in self._forward([step])]
+            return self._forward(batch.steps)
+        # A chunk reads the weights once more, which it is long enough to pay for: so what a decode
+        # step says does not depend on whether there is one.
+        decoded = iter(self._decode(list(itertools.compress(batch.steps, single)), decoder))
+        longer = [step for step in batch.steps if step.query_len > 1]
+        computed = iter(self._forward(longer) if longer else ())
+        return [next(decoded if is_single else computed) for is_single in single]
+
+    def _forward(self, steps: Many[SequenceStep]) -> list[StepResult]:
+        """One packed row through the model, by torch's products."""
         ids: list[int] = []
         slots: list[int] = []
         parts: list[_Part] = []
-        for step in batch.steps:
+        for step in steps:
             sequence, begin = step.sequence, len(ids)
             start, end = sequence.num_computed, sequence.num_computed + step.query_len
             ids.extend(sequence.next_ids(step.query_len))
@@ -124,34 +148,58 @@ class Runner:
         input_ids[0, : len(ids)] = torch.tensor(ids)
         forward = self._native.forward if self._native is not None else None
         hidden = (forward or self.model).hidden(input_ids, self._attention(parts, slots))
+        logits = iter(self._logits(steps, hidden, [part.end - 1 for part in parts]))
         return [
-            self._result(step, hidden[part.begin : part.end])
-            for step, part in zip(batch.steps, parts, strict=True)
+            StepResult(logits=next(logits))
+            if step.wanted is Wanted.LOGITS
+            else self._scored(step, hidden[part.begin : part.end])
+            for step, part in zip(steps, parts, strict=True)
         ]
 
-    def _decode(self, step: SequenceStep, decoder: NativeDecoder) -> StepResult:
-        sequence = step.sequence
-        index, window = sequence.num_computed, sequence.window
-        [token_id] = sequence.next_ids(1)
-        observed = self._observers.get(sequence.seq_id)
-        queries = torch.empty(self._query_shape) if observed is not None else None
-        logits = decoder.decode(
-            token_id,
-            index,
-            sequence.table.slot(index),
-            build_table(sequence.table.entries(window, index, index + 1)),
-            window.window_size,
-            want_logits=step.wanted is not Wanted.NOTHING,
-            queries=queries,
-        )
-        if observed is not None and queries is not None:
-            places = observed.take(index, 1)
-            for layer, row in enumerate(queries):
-                observed.keep(layer, row[None], places)
+    def _logits(
+        self, steps: Many[SequenceStep], hidden: Tensor, last_rows: list[int]
+    ) -> Many[Tensor]:
+        """Logits of those steps that want them, from one product with the head."""
+        rows = [
+            row for step, row in zip(steps, last_rows, strict=True) if step.wanted is Wanted.LOGITS
+        ]
+        if not rows:
+            return ()
+        num_rows = padded_rows(len(rows), hidden.dtype)
+        wanted = hidden[rows + rows[:1] * (num_rows - len(rows))]
+        return self.model.logits(wanted)[: len(rows)].unbind(0)
+
+    def _decode(self, steps: list[SequenceStep], decoder: NativeDecoder) -> list[StepResult]:
+        """One token of each sequence, by one native call."""
+        rows, observed = [], []
+        for step in steps:
+            sequence, index = step.sequence, step.sequence.num_computed
+            observed.append(self._observers.get(sequence.seq_id))
+            rows.append(
+                DecodeRow(
+                    sequence.next_ids(1)[0],
+                    index,
+                    sequence.table.slot(index),
+                    build_table(sequence.table.entries(sequence.window, index, index + 1)),
+                    sequence.window.window_size,
+                    want_logits=step.wanted is not Wanted.NOTHING,
+                    queries=None if observed[-1] is None else torch.empty(self._query_shape),
+                )
+            )
+        logits = decoder.decode(rows)
+        for row, observer in zip(rows, observed, strict=True):
+            if observer is not None and row.queries is not None:
+                places = observer.take(row.query_index, 1)
+                for layer, queries in enumerate(row.queries):
+                    observer.keep(layer, queries[None], places)
+        return [self._decoded(step, found) for step, found in zip(steps, logits, strict=True)]
+
+    def _decoded(self, step: SequenceStep, logits: Tensor | None) -> StepResult:
         if logits is None:
             return StepResult()
         if step.wanted is Wanted.LOGITS:
             return StepResult(logits=logits)
+        sequence = step.sequence
         targets = sequence.next_ids(min(2, sequence.num_pending))[1:]
         return StepResult(scores=logits[targets] - logits.logsumexp(0))
 
@@ -189,14 +237,10 @@ class Runner:
 
         return attend
 
-    def _result(self, step: SequenceStep, hidden: Tensor) -> StepResult:
-        match step.wanted:
-            case Wanted.NOTHING:
-                return StepResult()
-            case Wanted.LOGITS:
-                return StepResult(logits=self.model.logits(hidden[-1:])[0])
-            case Wanted.SCORES:
-                return StepResult(scores=self._scores(step, hidden))
+    def _scored(self, step: SequenceStep, hidden: Tensor) -> StepResult:
+        if step.wanted is Wanted.NOTHING:
+            return StepResult()
+        return StepResult(scores=self._scores(step, hidden))
 
     def _scores(self, step: SequenceStep, hidden: Tensor) -> Tensor:
         available = min(step.query_len + 1, step.sequence.num_pending)

@@ -45,11 +45,19 @@ class Scheduler:
     Args:
         prefill_chunk: tokens of one sequence in one step, at most.
         mixed_chunk: the same while other sequences are decoding; by default no fewer.
+        mixes: a step may have tokens of sequences that decode and a chunk. Else the two take turns,
+            and chunks are the same whoever decodes.
     """
 
-    def __init__(self, prefill_chunk: int, mixed_chunk: int | None = None) -> None:
+    def __init__(
+        self, prefill_chunk: int, mixed_chunk: int | None = None, *, mixes: bool = True
+    ) -> None:
         self.prefill_chunk = prefill_chunk
         self.mixed_chunk = min(prefill_chunk, mixed_chunk or prefill_chunk)
+        self.mixes = mixes
+        if not mixes:
+            self.mixed_chunk = prefill_chunk
+        self._chunk_is_next = True
         self._queue: deque[Work] = deque()
         self._queued: set[Sequence] = set()
         self._steps_since_decode = STEPS_REMEMBERED
@@ -102,7 +110,15 @@ class Scheduler:
         """Who takes part, in the order of the queue."""
         longer = [work for work in self._queue if not self._is_single(work)]
         first = min(longer, key=_served_so_far, default=None)
-        rivals = {id(work) for work in decoding} | {id(first)}
+        if not self.mixes and first is not None:
+            takes_chunk = self._chunk_is_next or not decoding
+            self._chunk_is_next = not takes_chunk
+            if takes_chunk:
+                return [first]
+            first = None
+        rivals = {id(work) for work in decoding}
+        if first is not None:
+            rivals.add(id(first))
         if len(rivals) < len(self._queue):
             found = [work for work in self._queue if id(work) in rivals]
         else:

@@ -15,7 +15,6 @@ import numpy as np
 
 from streamkv.batch import Wanted
 from streamkv.driver import Steps
-from streamkv.intake import pieces
 from streamkv.live import LiveStream
 from streamkv.operations import Compute
 from streamkv.outputs import ChunkScores
@@ -57,7 +56,7 @@ class ChunkScoring:
         """
         live = self._live
         try:
-            for piece in pieces(item):
+            for piece in live.intake.pieces(item):
                 self.has_accepted = True
                 live.intake.accept(piece)
                 while live.sequence.num_pending > (size := live.next_chunk()):

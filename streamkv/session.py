@@ -249,7 +249,14 @@ class Session:
         return self._live.stats(self._counters(), state, position)
 
     def delete(self) -> None:
-        """Close the session and remove its journal and its blocks."""
+        """Close the session and remove its journal and its blocks, but for those of others.
+
+        `streamkv cache compact` then leaves no bytes of it in the store.
+
+        Raises:
+            StoreError, JournalError: something of it cannot be removed. It is closed, and still
+                there.
+        """
         self._end(delete=True)
 
     async def adelete(self) -> None:

@@ -10,6 +10,7 @@ the original recalled is absent in the copy. It knows neither engines nor models
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -52,30 +53,45 @@ class SessionCopy:
     num_bytes: int
 
 
-class _Snapshot(NamedTuple):
-    """A session as it stood when its journal was read."""
+class Snapshot(NamedTuple):
+    """A session as it stood when its journal was read.
 
-    content: bytes
+    Attributes:
+        num_bytes: of its journal; what comes later is appended behind them.
+        num_tokens: tokens in its stream.
+        text_chars: characters of text that it has accepted.
+        num_stored: of the tokens, those before its newest checkpoint; 0 without one.
+        keys: blocks that a resume needs: those of its newest checkpoint, and the open block.
+        old_keys: of other blocks that were asked for.
+        attends_to_old: it recalls old blocks, or attends to all of them.
+    """
+
+    num_bytes: int
     num_tokens: int
     text_chars: int
     num_stored: int
     keys: list[BlockKey]
+    old_keys: list[BlockKey]
+    attends_to_old: bool
 
 
-class _BlockSource(SsdReader):
+class BlockSource(SsdReader):
     """A store beside its writer, from which whole blocks are read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._blocks = BlockReader(self.format.spec, self._snapshot, Counters(READ_COUNTERS))
 
+    def read(self, key: BlockKey, out: Bytes) -> bool:
+        """Fill `out`, uint8 `[block_bytes]`. False: a miss, `out` is undefined."""
+        return self._blocks.read(key, range(self.format.spec.num_layers), out)
+
     def read_all(self, keys: list[BlockKey]) -> list[tuple[BlockKey, Bytes]]:
         """The blocks of those `keys` that are there, up to the first that is not."""
-        layers, size = range(self.format.spec.num_layers), self.format.spec.block_bytes
         found = []
         for key in keys:
-            block = np.empty(size, dtype=np.uint8)
-            if not self._blocks.read(key, layers, block):
+            block = np.empty(self.format.spec.block_bytes, dtype=np.uint8)
+            if not self.read(key, block):
                 break
             found.append((key, block))
         return found
@@ -98,31 +114,49 @@ def copy_session(source: Path, target: Path, name: str) -> SessionCopy:
     path = journal_path(target, validate_session_name(name))
     if path.exists():
         raise JournalError(f"{path}: exists already. Copy into another store.")
-    with _BlockSource(blocks_path(source)) as blocks:
+    with BlockSource(blocks_path(source)) as blocks:
         snapshot, copied = _read_whole(journal_path(source, name), blocks)
         stored = blocks.format
+    with open(journal_path(source, name), "rb") as file:
+        content = file.read(snapshot.num_bytes)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write_blocks(target, name, stored, copied)
-    os.close(journal_file.create_locked(path, snapshot.content))
+    os.close(journal_file.create_locked(path, content))
     num_bytes = sum(block.size for _, block in copied)
     place = (snapshot.num_tokens, snapshot.text_chars, snapshot.num_stored)
     return SessionCopy(*place, len(copied), num_bytes)
 
 
-def _read_whole(path: Path, blocks: _BlockSource) -> tuple[_Snapshot, list[tuple[BlockKey, Bytes]]]:
+def _read_whole(path: Path, blocks: BlockSource) -> tuple[Snapshot, list[tuple[BlockKey, Bytes]]]:
     """A journal and all blocks that it names: newer checkpoints replace those of older ones."""
     for _ in range(MAX_ATTEMPTS):
-        snapshot = _read_journal(path)
+        snapshot = read_snapshot(path)
         found = blocks.read_all(snapshot.keys)
         if len(found) == len(snapshot.keys):
             return snapshot, found
-    raise StoreError(
-        f"{path}: of the {len(snapshot.keys)} blocks of its newest checkpoint only {len(found)} "
+    raise blocks_are_missing(path, len(snapshot.keys), len(found))
+
+
+def blocks_are_missing(path: Path, num_blocks: int, num_read: int) -> StoreError:
+    """The error for a journal whose checkpoint is not all there."""
+    return StoreError(
+        f"{path}: of the {num_blocks} blocks of its newest checkpoint only {num_read} "
         "can be read. Copy it while its session is idle, or copy the store's files."
     )
 
 
-def _read_journal(path: Path) -> _Snapshot:
+def read_snapshot(
+    path: Path, old_keys: Callable[[Journal], list[BlockKey]] | None = None
+) -> Snapshot:
+    """Read a journal, which somebody may be writing, and what a resume needs by now.
+
+    Args:
+        path: of the journal.
+        old_keys: names of all blocks of a stream, if others than those are asked for.
+
+    Raises:
+        JournalError, StoreFormatError: there is none, or it cannot be read.
+    """
     with Journal.read_beside(path) as journal:
         state = journal.state
         keys: list[BlockKey] = []
@@ -134,9 +168,16 @@ def _read_journal(path: Path) -> _Snapshot:
         closed = state.last_closed
         if closed is not None and closed.partial_key and closed.token_index >= num_stored:
             keys.append(BlockKey(closed.partial_key))
-        with open(path, "rb") as file:
-            content = file.read(journal.num_bytes)
-        return _Snapshot(content, state.num_tokens, state.text_chars, num_stored, keys)
+        newest, needed = state.recall.newest, set(keys)
+        return Snapshot(
+            journal.num_bytes,
+            state.num_tokens,
+            state.text_chars,
+            num_stored,
+            keys,
+            [key for key in old_keys(journal) if key not in needed] if old_keys else [],
+            attends_to_old=newest is not None and newest.mode != "window",
+        )
 
 
 def _write_blocks(

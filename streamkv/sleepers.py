@@ -331,6 +331,7 @@ class Sleepers:
             changed = True
             if session.sleeper.leave():
                 self._admission.left(name)
+                self._admission.resize(name, session.sleeper.num_blocks)
                 self.num_slept += 1
             else:
                 self._admission.stay(name, must=True)

@@ -25,6 +25,7 @@ from streamkv.tiers.keys import is_partial, partial_key
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.restoring import Restore
 from streamkv.tiers.spec import BlockKey
+from streamkv.window import Window
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Sleeper:
         executor: knows of old blocks that are recalled.
         checkpointer: of its journal; `None` without one.
         replay: has the window computed anew.
+        need: blocks that a session with such a window needs while it is awake.
 
     Attributes:
         asleep: what was there; `None` while the session is awake.
@@ -73,6 +75,7 @@ class Sleeper:
         executor: Executor,
         checkpointer: Checkpointer | None,
         replay: Callable[[], None],
+        need: Callable[[Window], int],
     ) -> None:
         self._name = name
         self._sequence = sequence
@@ -80,9 +83,15 @@ class Sleeper:
         self._executor = executor
         self._checkpointer = checkpointer
         self._replay = replay
+        self._need = need
         self.asleep: Asleep | None = None
         self._leaving: tuple[CheckpointTicket, Asleep] | None = None
         self._waking: Restore | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the session needs while it is awake; text that is kept counts."""
+        return self._need(self._sequence.final_window)
 
     def begin_asleep(self) -> None:
         """The session is new and has nothing in the gpu pool."""

@@ -19,7 +19,7 @@ import torch
 from streamkv.admission import State
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.errors import EngineClosedError
-from streamkv.flights import Flights, Job
+from streamkv.flights import PATIENCE_S, Flights, Job
 from streamkv.instruments import Instruments
 from streamkv.mailbox import Mailbox
 from streamkv.operations import Call, Compute
@@ -64,6 +64,7 @@ class StepLoop:
         prefill_chunk: tokens of one sequence in one step, at most.
         num_threads: torch threads of the step, or `None`.
         mixed_chunk: tokens of one sequence in a step in which others decode.
+        mixes: a step may have tokens of sequences that decode and a chunk.
         instruments: where waiting and giving way are counted.
     """
 
@@ -73,15 +74,18 @@ class StepLoop:
         prefill_chunk: int,
         num_threads: int | None = None,
         mixed_chunk: int | None = None,
+        mixes: bool = True,
         instruments: Instruments | None = None,
     ) -> None:
         self._instruments = instruments if instruments is not None else Instruments()
         self._given_executor: StepExecutor | None = None
         self._given_flights: Flights | None = None
         self._sleepers: Sleepers | None = None
+        self._just_served: set[Sequence] = set()
+        self._served_s = 0.0
         self._has_idle_work = False
         self._notify_at = 1
-        self._scheduler = Scheduler(prefill_chunk, mixed_chunk)
+        self._scheduler = Scheduler(prefill_chunk, mixed_chunk, mixes=mixes)
         self._num_threads = num_threads
         self._jobs: dict[Work, Job] = {}
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
@@ -110,7 +114,9 @@ class StepLoop:
         self._given_executor = executor
         self._sleepers = sleepers
         self._has_idle_work = True
-        self._given_flights = Flights(executor, self._counted, self._deliver, self._fail)
+        self._given_flights = Flights(
+            executor, self._counted, self._deliver, self._fail, mixes=self._scheduler.mixes
+        )
 
     def submit(self, operation: Compute | Call) -> "Future[Any]":
         """Queue an operation.
@@ -326,7 +332,9 @@ class StepLoop:
                 if self._has_idle_work and not flying and not has_business:
                     return False
                 look_s = sleepers.next_look_s if sleepers is not None else None
-                timeout_s = POLL_S if flying or has_business else look_s
+                holds_back = len(self._scheduler) > 0 and bool(self._just_served)
+                is_soon = flying or has_business or holds_back
+                timeout_s = POLL_S if is_soon else look_s
                 if not self._condition.wait(timeout_s) and (has_business or not flying):
                     # Who was to come or to go may have; and who rests may rest long enough.
                     return True
@@ -345,7 +353,21 @@ class StepLoop:
     def _may_launch(self) -> bool:
         if self._given_flights is None or not self._flights.may_launch:
             return False
-        return len(self._scheduler) > 0 or self._flights.can_go_on
+        if len(self._scheduler) == 0:
+            return self._flights.can_go_on
+        return not self._awaits_callers()
+
+    def _awaits_callers(self) -> bool:
+        """Whether those who were handed a token just now are about to ask for the next.
+
+        With nothing under way the first to ask would else have a step of his own, and all others
+        the one after it.
+        """
+        if not self._just_served:
+            return False
+        if self._is_flying() or time.monotonic() - self._served_s >= PATIENCE_S:
+            self._just_served.clear()
+        return bool(self._just_served)
 
     def _may_leave(self, sequence: Sequence) -> bool:
         """Whether nothing of a sequence is under way; what is, is not awaited any more."""
@@ -382,6 +404,7 @@ class StepLoop:
             future.set_exception(error)
 
     def _admit_when_awake(self, job: Job) -> None:
+        self._just_served.discard(job.work.sequence)
         if self._sleepers is None:
             self._admit(job)
             return
@@ -481,6 +504,9 @@ class StepLoop:
             self._fail(job, error)
             return
         self._end(job)
+        if job.operation.wanted is Wanted.LOGITS:
+            self._just_served.add(job.work.sequence)
+            self._served_s = time.monotonic()
         job.future.set_result(value)
 
     def _fail(self, job: Job, error: BaseException) -> None:

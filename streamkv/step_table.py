@@ -2,9 +2,7 @@
 
 A row of the table belongs to one sequence for as long as it stays in the batch, and its entries
 change only when a block comes or goes (`BlockTable.version`) or the query moves to another block,
-so that a step writes a handful of numbers. The host writes into one of two pinned buffers while the
-copy out of the other may still be pending; a buffer is reused once its copy is done. Unused rows
-have no entries and no slot.
+so that a step writes a handful of numbers. Unused rows have no entries and no slot.
 """
 
 import itertools
@@ -19,6 +17,7 @@ from torch import Tensor
 from streamkv.batch import SequenceStep
 from streamkv.kernels.batch_table import BatchTable
 from streamkv.sequence import Sequence
+from streamkv.staged_words import StagedWords
 
 _PER_ROW = ("ids", "sources", "slots", "targets", "query_starts", "window_sizes")
 _PER_ENTRY = ("addresses", "starts", "caps")
@@ -57,7 +56,7 @@ class _Layout:
         return found
 
 
-def _most_entries(sequence: Sequence) -> int:
+def most_entries(sequence: Sequence) -> int:
     """A bound: a block has an entry, and each run of sink tokens in it two more at most.
 
     A recalled block has one more at most, for it shows what is no sink token.
@@ -85,17 +84,9 @@ class StepTable:
     def __init__(self, num_rows: int, capacity: int, pool: Tensor) -> None:
         device = pool.device
         self._layout = layout = _Layout(num_rows, capacity)
-        self._host: Int64s = np.zeros(layout.num_words, dtype=np.int64)
-        self._columns = layout.columns(self._host, lambda words: words.view(np.int32))
-        self._is_cuda = device.type == "cuda"
-        self._staging = [
-            torch.zeros(layout.num_words, dtype=torch.int64, pin_memory=self._is_cuda)
-            for _ in range(2)
-        ]
-        self._copied: list[Any] = [None, None]
-        self._turn = 0
-        self._device = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
-        found = layout.columns(self._device, lambda words: words.view(torch.int32))
+        self._words = StagedWords(layout.num_words, device)
+        self._columns = layout.columns(self._words.host, lambda words: words.view(np.int32))
+        found = layout.columns(self._words.device, lambda words: words.view(torch.int32))
         self.ids, self.sources, self.slots = found["ids"], found["sources"], found["slots"]
         self.targets, self.query_starts = found["targets"], found["query_starts"]
         self.table = BatchTable(
@@ -118,7 +109,7 @@ class StepTable:
 
     def fits(self, steps: Rows[SequenceStep]) -> bool:
         """Whether every sequence has room for its entries."""
-        return max(_most_entries(step.sequence) for step in steps) <= self._layout.capacity
+        return max(most_entries(step.sequence) for step in steps) <= self._layout.capacity
 
     def write(self, steps: Rows[SequenceStep], targets: Rows[int] = ()) -> None:
         """Describe a step of one query a sequence; the copy is on the current stream.
@@ -143,7 +134,7 @@ class StepTable:
                 self._fill(row, step)
                 self._in_row[row] = held
         self._clear(len(steps), self._layout.num_rows)
-        self._upload()
+        self._words.upload()
 
     def _fill(self, row: int, step: SequenceStep) -> None:
         sequence, columns = step.sequence, self._columns
@@ -174,16 +165,3 @@ class StepTable:
                 self._columns["sources"][row] = -1
                 self._columns["ids"][row] = 0
                 self._in_row[row] = None
-
-    def _upload(self) -> None:
-        turn = self._turn
-        if self._copied[turn] is not None:
-            self._copied[turn].synchronize()
-        np.copyto(self._staging[turn].numpy(), self._host)
-        self._device.copy_(self._staging[turn], non_blocking=True)
-        if self._is_cuda:
-            if self._copied[turn] is None:
-                # torch has no type for it.
-                self._copied[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied[turn].record()
-        self._turn = 1 - turn

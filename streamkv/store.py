@@ -3,6 +3,8 @@
     STORE/blocks/            the ssd tier (LMDB), owner-only
     STORE/sessions/*.journal one journal per session
     STORE/sessions/*.digests beside it, if the session can recall: digests of its blocks
+    STORE/feeds/*.jsonl      which files a session was fed by the command line
+    STORE/summaries/*.jsonl  what a summary has come to; its session is called summary-*
 
 One store belongs to one model with its weights; the ssd tier's own header says which.
 """
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Self
 
 from streamkv.config import EngineConfig, parse_size
 from streamkv.errors import StoreError
+from streamkv.names import DIGESTS_SUFFIX, JOURNAL_SUFFIX
+from streamkv.store_cleaning import clean_store
 from streamkv.tiers.ssd import SsdTier
 from streamkv.tiers.store_format import StoreIdentity
 from streamkv.tiers.store_tier import require_free
@@ -22,8 +26,7 @@ from streamkv.tiers.store_tier import require_free
 if TYPE_CHECKING:  # a store is listed and cleaned without torch
     from streamkv.model import ModelAdapter
 
-SUFFIX = ".journal"
-DIGESTS_SUFFIX = ".digests"
+_SUMMARY_PREFIX = "summary-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ class Store:
             limit_bytes=parse_size("ssd_bytes", config.ssd_bytes),
             codec=config.codec,
         )
+        try:
+            clean_store(path / "sessions", blocks, session_names(path))
+        except BaseException:
+            blocks.close()
+            raise
         return cls(path, blocks)
 
     def journal_path(self, name: str) -> Path:
@@ -102,12 +110,17 @@ def blocks_path(store: Path) -> Path:
 
 def journal_path(store: Path, name: str) -> Path:
     """Where the journal of a session lies, or would."""
-    return store / "sessions" / (name + SUFFIX)
+    return store / "sessions" / (name + JOURNAL_SUFFIX)
 
 
 def digests_path(store: Path, name: str) -> Path:
     """Where the digests of a session lie, or would."""
     return store / "sessions" / (name + DIGESTS_SUFFIX)
+
+
+def notes_path(store: Path, name: str) -> Path:
+    """Where it is noted which files a session was fed."""
+    return store / "feeds" / (name + ".jsonl")
 
 
 def delete_digests(store: Path, name: str) -> None:
@@ -116,8 +129,28 @@ def delete_digests(store: Path, name: str) -> None:
         digests_path(store, name).unlink(missing_ok=True)
 
 
+def delete_companions(store: Path, name: str) -> None:
+    """Delete what lies beside the journal of a session: digests, notes, what it was made for.
+
+    Raises:
+        StoreError: a file cannot be deleted.
+    """
+    paths = [digests_path(store, name), notes_path(store, name)]
+    if name.startswith(_SUMMARY_PREFIX):
+        paths.append(store / "summaries" / (name.removeprefix(_SUMMARY_PREFIX) + ".jsonl"))
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: cannot be deleted ({error.strerror}), so session {name!r} is still "
+                "there. Make its directory writable and delete the session again."
+            ) from error
+
+
 def session_names(store: Path) -> list[str]:
     """Names of the sessions kept in a store, sorted."""
     return sorted(
-        path.name.removesuffix(SUFFIX) for path in (store / "sessions").glob("*" + SUFFIX)
+        path.name.removesuffix(JOURNAL_SUFFIX)
+        for path in (store / "sessions").glob("*" + JOURNAL_SUFFIX)
     )

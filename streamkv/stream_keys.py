@@ -1,7 +1,8 @@
 """Names of all blocks that a session ever had, by its records: those to delete with it.
 
 Tokens that a rewind gave up have left blocks behind, and a fork has blocks in common with the
-session that it was made of; both are found by hashing the records in their order. Pure but for the
+session that it was made of; both are found by hashing the records in their order. Open blocks that
+were stored when the session went to sleep are named by the records themselves. Pure but for the
 records, which are read as they are asked for.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Container, Iterable
 
 from streamkv.journal_records import (
     Chosen,
+    Closed,
     Fed,
     Flushed,
     Generated,
@@ -30,7 +32,7 @@ UNSALTED = Salting()
 
 
 class StreamKeys:
-    """Keys of all full blocks that a stream has or had.
+    """Keys of all blocks that a stream has or had.
 
     Args:
         root: root of its chain of keys.
@@ -41,7 +43,7 @@ class StreamKeys:
             that behind a block with another name nothing is found, and nothing is hashed.
 
     Attributes:
-        own: of blocks that are named with the salt.
+        own: of blocks that are named with the salt, open ones included.
         public: of blocks of a prompt that is shared with all.
     """
 
@@ -63,20 +65,35 @@ class StreamKeys:
         self._windows = [(0, created)]
         self._recall = RecallHistory()
 
+    @property
+    def chain(self) -> list[BlockKey]:
+        """Keys of the full blocks that the stream has now, the first first."""
+        return self._chain[1:]
+
+    @property
+    def root(self) -> BlockKey:
+        """Root of the chain."""
+        return self._chain[0]
+
     def read(self, records: Iterable[Record]) -> None:
         """Take in all records of the session, from the first on."""
         for record in records:
-            self._apply(record)
-        self._seal()
+            self.take(record)
+        self.finish()
 
-    def _apply(self, record: Record) -> None:
+    def take(self, record: Record) -> list[BlockKey]:
+        """Take in the next record; returns the keys of full blocks that became certain with it."""
         if isinstance(record, Kept):
             # Written after its tokens, and in force for them.
             start, window = record.token_index, self._windows[-1][1]
             window = window.with_sinks(start, start + record.num_tokens)
             self._windows.append((start, window))
-            return
-        self._seal()
+            return []
+        named = self.finish()
+        self._apply(record)
+        return named
+
+    def _apply(self, record: Record) -> None:
         match record:
             case Fed(_, _, ids) | Given(_, ids) | Generated(ids) | Flushed(ids):
                 self._ids.extend(ids)
@@ -88,6 +105,9 @@ class StreamKeys:
                 self._recall.choose(record)
                 if record.token_index < record.made_at:
                     del self._chain[record.token_index // self._size + 1 :]
+            case Closed(_, open_key) if open_key:
+                if self._within is None or open_key in self._within:
+                    self.own.add(BlockKey(open_key))
             case Rewound(token_index):
                 self._recall.rewind(token_index)
                 num_blocks = token_index // self._size
@@ -99,8 +119,9 @@ class StreamKeys:
                     if since == 0 or since < token_index
                 ]
 
-    def _seal(self) -> None:
-        """Name the blocks that are full."""
+    def finish(self) -> list[BlockKey]:
+        """Name the blocks that are full; returns their keys."""
+        before = len(self._chain)
         while len(self._ids) >= self._size * len(self._chain) and self._is_looked_for():
             index = len(self._chain) - 1
             start = self._size * index
@@ -112,6 +133,7 @@ class StreamKeys:
             self._chain.append(key)
             is_public = index < self._salting.num_shared_blocks
             (self.public if is_public else self.own).add(key)
+        return self._chain[before:]
 
     def _is_looked_for(self) -> bool:
         """Whether a block may follow the newest one that is named."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
+from streamkv.chunk_graph import ChunkGraph
 from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
 from streamkv.device_copies import Stopwatch, to_device
 from streamkv.gpu_attention import GpuAttention
@@ -59,6 +60,8 @@ class TritonRunner:
         max_chunk: queries of one sequence in a step; more attend in a slower way.
         cache: directory for what was measured on this device.
         observes: captured steps keep queries of sequences that are observed; others always do.
+        batch_invariant: what a sequence computes does not depend on who is beside it, to the bit.
+        chunk: tokens of a chunk that has a graph of its own, if decode steps have; 0: none has.
     """
 
     def __init__(
@@ -71,7 +74,10 @@ class TritonRunner:
         max_chunk: int = 8192,
         cache: Path | None = None,
         observes: bool = False,
+        batch_invariant: bool = False,
+        chunk: int = 0,
     ) -> None:
+        self._is_invariant = batch_invariant
         self.model = model
         self._observes = observes
         self._observers: dict[int, ObservedQueries] = {}
@@ -89,6 +95,8 @@ class TritonRunner:
         captures = capacity > 0 and self._device.type == "cuda"
         self._gpu_model = GpuModel(model, num_rows, cache, captures)
         self._graphs = self._capture(capacity) if captures else None
+        has_chunk = chunk > 0 and not (observes or batch_invariant)
+        self._chunk = self._capture_chunk(chunk, capacity or 64) if has_chunk else None
 
     @property
     def has_graphs(self) -> bool:
@@ -122,21 +130,23 @@ class TritonRunner:
             captured = self._launch_graph(steps)
             if captured is not None:
                 return captured
+        if (flight := self._launch_with_chunk(steps)) is not None:
+            return flight
         watch = Stopwatch(self._device)
         # A packed row has the parts of one query first, whatever the batch's order.
         order = sorted(range(len(steps)), key=lambda index: steps[index].query_len > 1)
-        hidden, begins = self._hidden([steps[index] for index in order])
-        parts = {
-            index: hidden[begin : begin + steps[index].query_len]
-            for index, begin in zip(order, begins, strict=True)
-        }
+        parts = self._parts(steps, order)
         wanted = [i for i, step in enumerate(steps) if step.wanted is Wanted.LOGITS]
         rows: list[int | None] = [None] * len(steps)
         for row, index in enumerate(wanted):
             rows[index] = row
         logits = None
         if wanted:
-            logits = self.model.head(torch.cat([parts[index][-1:] for index in wanted]))
+            last = [parts[index][-1:] for index in wanted]
+            if self._is_invariant:
+                logits = torch.cat([self.model.head(row) for row in last])
+            else:
+                logits = self.model.head(torch.cat(last))
             ids, info = self._chosen(len(wanted))
             staged = self._sampler.stage([_draw(steps[index]) for index in wanted])
             self._sampler.sample(logits, staged, ids, info)
@@ -146,6 +156,16 @@ class TritonRunner:
         ]
         return self._outputs.send(steps, rows, logits, scores, watch)
 
+    def _parts(self, steps: Many[SequenceStep], order: list[int]) -> dict[int, Tensor]:
+        """Hidden states of each part: of one packed row, or each of a row of its own."""
+        rows = [[index] for index in order] if self._is_invariant else [order]
+        parts = {}
+        for row in rows:
+            hidden, begins = self._hidden([steps[index] for index in row])
+            for index, begin in zip(row, begins, strict=True):
+                parts[index] = hidden[begin : begin + steps[index].query_len]
+        return parts
+
     def _launch_graph(self, steps: Many[SequenceStep]) -> GpuFlight | None:
         if self._graphs is None or not self._graphs.fits(steps):
             return None
@@ -153,6 +173,29 @@ class TritonRunner:
         logits = self._graphs.launch(steps, self._targets(steps))
         self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
         return self._outputs.send(steps, list(range(len(steps))), logits, [None] * len(steps))
+
+    def _launch_with_chunk(self, steps: Many[SequenceStep]) -> GpuFlight | None:
+        """Tokens of sequences that decode, if any, and a chunk: each by a graph."""
+        longer = [step for step in steps if step.query_len > 1]
+        if self._chunk is None or len(longer) != 1 or not self._chunk.fits(longer[0]):
+            return None
+        singles = [step for step in steps if step.query_len == 1]
+        if singles and (
+            self._graphs is None
+            or any(step.wanted is Wanted.SCORES for step in singles)
+            or not self._graphs.fits(singles)
+        ):
+            return None
+        watch, logits = Stopwatch(self._device), None
+        if singles:
+            assert self._graphs is not None
+            staged = self._sampler.stage([_draw(step) for step in singles])
+            logits = self._graphs.launch(singles)
+            self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
+        self._chunk.launch(longer[0])
+        rows = iter(range(len(singles)))
+        places = [next(rows) if step.query_len == 1 else None for step in steps]
+        return self._outputs.send(steps, places, logits, [None] * len(steps), watch)
 
     def _targets(self, steps: Many[SequenceStep]) -> list[int]:
         """Where the queries of each token of a packed row are kept; nothing if none are."""
@@ -204,6 +247,26 @@ class TritonRunner:
         ]
         return torch.cat(found) if found else torch.empty(0, device=self._device)
 
+    def _capture_chunk(self, size: int, capacity: int) -> ChunkGraph | None:
+        captures = self._graphs is not None
+        if self._device.type == "cuda" and not captures:
+            return None
+        try:
+            return ChunkGraph(
+                self._gpu_model.hidden,
+                self._pool,
+                self._rope,
+                self._softmax,
+                self._shape,
+                size,
+                capacity,
+                captures,
+            )
+        # Whatever keeps it from being captured, chunks are computed in the way of all others.
+        except Exception as error:
+            _log.warning("chunks beside decode steps run without a graph: %s", error)
+            return None
+
     def _capture(self, capacity: int) -> DecodeGraphs | None:
         decoder = self._gpu_model.decoder
         try:
@@ -219,6 +282,7 @@ class TritonRunner:
                 None if decoder is None else decoder.mixed,
                 pdl=decoder is not None and decoder.pdl,
                 observes=self._observes,
+                one_size=self._is_invariant,
             )
         # Whatever a model of unknown make does while it is captured, the answer is the same.
         except Exception as error:

@@ -16,7 +16,7 @@ from streamkv.detokenizer import IncrementalDecoder
 from streamkv.driver import END, NEED_ITEM, Steps
 from streamkv.errors import AbsentBlockError, InputError, PoolFullError, SessionError
 from streamkv.generation import Generation
-from streamkv.intake import FedItem, pieces
+from streamkv.intake import FedItem
 from streamkv.live import LiveStream
 from streamkv.outputs import Progress, Score
 from streamkv.sampling import SamplingParams, resolve_seed, sample
@@ -86,7 +86,7 @@ class Turns:
         first_is_new = self._live.sequence.num_tokens == 0
         yield from self._compute_all()
         while (item := (yield NEED_ITEM)) is not END:
-            for piece in pieces(item):
+            for piece in self._live.intake.pieces(item):
                 accepted = True
                 self._live.intake.accept(piece)
                 if first_is_new and self._live.sequence.num_tokens:

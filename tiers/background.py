@@ -211,8 +211,10 @@ class Background:
             keys = {*self._claims.forget(job.session), *job.keys}
             unused = [key for key in keys - job.spared if not self._is_used(key)]
             self._delete_in_memory(unused)
-        self._delete_stored(unused)
-        job.ticket.resolve(durable=self._lower.has_ssd)
+        are_gone = self._lower.erase_stored(unused)
+        with self._condition:
+            self._prefetching.unbar(unused)
+        job.ticket.resolve(durable=are_gone)
 
     def _is_used(self, key: BlockKey) -> bool:
         return self._residents.num_users(key) > 0 or key in self._claims

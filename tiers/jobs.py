@@ -96,7 +96,7 @@ class Forget:
         session: its name.
         keys: blocks to be deleted besides those of its manifests.
         spared: blocks that stay all the same.
-        ticket: done when they are gone.
+        ticket: done when it is over; `wait` tells whether they are gone from the ssd, too.
     """
 
     session: str

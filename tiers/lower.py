@@ -9,7 +9,7 @@ This module does not know who uses a block nor who waits for it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from streamkv.errors import StoreError, StoreFullError
@@ -204,6 +204,16 @@ class LowerTiers:
         if self._ssd is not None and stored:
             ssd = self._ssd
             self._try(lambda: ssd.delete(stored))
+
+    def erase_stored(self, keys: Collection[BlockKey]) -> bool:
+        """Remove blocks from the ssd, also those that are damaged and so not shown, and sync.
+
+        Returns whether they are gone; not if the ssd tier failed, now or before.
+        """
+        if self._ssd is None:
+            return True
+        ssd = self._ssd
+        return self._try(lambda: ssd.delete(keys)) and self._try(ssd.sync)
 
     def manifest(self, session: str) -> list[BlockKey]:
         """What the ssd keeps for a session, from this process or an earlier one."""

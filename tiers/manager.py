@@ -336,6 +336,9 @@ class TierManager:
             keys: further blocks of the session, for example those that left its window.
             spared: blocks that stay, because a stream that is not known here shares them.
 
+        Returns:
+            Its `wait` tells whether they are gone; not if the ssd tier failed.
+
         Raises:
             StoreError, EngineClosedError: the worker stopped or was closed.
         """

@@ -30,6 +30,7 @@ from streamkv.tiers.store_files import (
 )
 from streamkv.tiers.store_format import StoreFormat, StoreIdentity
 from streamkv.tiers.store_lock import FileLock
+from streamkv.tiers.store_rebuild import copy_rows_of
 from streamkv.tiers.store_tables import FORMAT_KEY, TABLE_NAMES, Tables, Transaction
 from streamkv.tiers.store_tier import StoreTier
 from streamkv.tiers.store_view import Snapshot, StoreView
@@ -131,12 +132,28 @@ class LmdbFile:
             self._env.sync(True)
 
     def copy_compacted(self, directory: Path) -> None:
-        """Write a copy without free pages into an empty `directory`, durably."""
+        """Write the rows alone into an empty `directory`, durably."""
         with self._errors():
-            self._env.copy(str(directory), compact=True)
-            os.chmod(directory / DATA_FILE, 0o600)
+            with self._empty_copy(directory) as target:
+                copy_rows_of(self._env, self._databases(None), target)
+                target.sync(True)
             fault_point("ssd.fsync")
             sync_path(directory / DATA_FILE)
+
+    @contextmanager
+    def _empty_copy(self, directory: Path) -> Iterator[Any]:
+        env = lmdb.open(
+            str(directory),
+            map_size=self._env.info()["map_size"],
+            sync=False,  # one sync at the end: until then nobody looks at it
+            lock=False,
+            mode=0o600,
+            max_dbs=len(TABLE_NAMES),
+        )
+        try:
+            yield env
+        finally:
+            env.close()
 
     def num_pages(self) -> int:
         """Pages of the file."""

@@ -65,7 +65,7 @@ class StoreFile(Protocol):
         ...
 
     def copy_compacted(self, directory: Path) -> None:
-        """Write a copy without free pages into an empty `directory`, durably."""
+        """Write the rows, and nothing that was deleted, into an empty `directory`, durably."""
         ...
 
     def num_pages(self) -> int:

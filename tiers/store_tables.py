@@ -192,14 +192,15 @@ class Tables:
     def remove(self, txn: Transaction, key: BlockKey) -> bool:
         """Remove the record of `key`; False if there is none.
 
-        If its header is damaged only the header goes, and the pieces go when their age comes.
+        If its header is damaged, all that was ever written under its key is looked for by age.
         """
         try:
             header = self.header(txn, key)
+            doomed = [header.sequence] if header is not None else []
         except BadRecordError:
-            header = None
-        if header is not None:
-            self._remove_payload(txn, header.sequence)
+            doomed = [row.sequence for row in self.rows(txn) if row.key == key]
+        for sequence in doomed:
+            self._remove_payload(txn, sequence)
         return txn.delete(key, db=self._records)
 
     def remove_row(self, txn: Transaction, row: OrderRow) -> None:

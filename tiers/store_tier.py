@@ -100,6 +100,11 @@ class StoreTier(StoreView, ABC):
             raise
 
     @property
+    def stored_format(self) -> StoreFormat:
+        """What the store says of itself, as it was opened."""
+        return self._format
+
+    @property
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; every name is there from the start."""
         return self._counters.snapshot()

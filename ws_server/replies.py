@@ -10,6 +10,7 @@ from streamkv.errors import (
     InputError,
     JournalError,
     PoolFullError,
+    QuotaError,
     SessionError,
     StoreError,
     StoreFullError,
@@ -48,6 +49,7 @@ _CODES: tuple[tuple[type[StreamKVError], ErrorCode, str], ...] = (
     (InputError, ErrorCode.BAD_INPUT, "Change the input."),
     (SessionError, ErrorCode.SESSION_STATE, "Ask for stats to see where the session stands."),
     (PoolFullError, ErrorCode.OUT_OF_ROOM, "Close other sessions, or give the engine more room."),
+    (QuotaError, ErrorCode.OUT_OF_ROOM, "Go on in another session."),
     (StoreFullError, ErrorCode.OUT_OF_ROOM, "Make room in the store or on its disk, then go on."),
     (StoreError, ErrorCode.STORAGE, "Run streamkv doctor on the server."),
     (JournalError, ErrorCode.STORAGE, "Make room on the server's disk, then send it again."),
@@ -67,7 +69,7 @@ def error_reply(error: Exception, request_id: RequestId | None) -> ErrorReply:
     """The error message for `error`, in answer to `request_id`."""
     if isinstance(error, Refused):
         return ErrorReply(request_id, error.code, *_REFUSALS[error.code])
-    if isinstance(error, InputError | ConfigError):
+    if isinstance(error, InputError | ConfigError | QuotaError):
         code = error.code if isinstance(error, MessageError) else _code(error)[0]
         message = str(error).removesuffix(f". {error.remedy}")
         return ErrorReply(request_id, code, message, error.remedy, error.field)

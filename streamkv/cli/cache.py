@@ -32,6 +32,7 @@ from streamkv.errors import InputError
 from streamkv.journal import delete_journal
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.store import journal_path, session_names
+from streamkv.store_cleaning import clean_store, drop_superseded
 from streamkv.tiers.ssd import SsdReader, SsdTier
 
 DELETED_AT_ONCE = 256
@@ -129,11 +130,13 @@ def compact(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rewrite the store's file without free pages."""
+    """Rewrite the store's file: without free pages, and nothing of what was deleted."""
     output = Output(as_json)
     path = chosen_store(model, store, dtype)
     with open_writer(path) as tier:
         before = tier.file_bytes()
+        clean_store(path / "sessions", tier, session_names(path))
+        drop_superseded(tier)
         with output.busy(f"Rewriting {format_size(before)} ..."):
             gained = tier.compact()
     output.line(f"{format_size(before)} became {format_size(before - gained)}.")

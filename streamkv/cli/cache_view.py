@@ -7,6 +7,7 @@ from typing import Any
 
 from streamkv.cli.session_view import file_owner
 from streamkv.errors import StoreError
+from streamkv.session_copy import BlockSource
 from streamkv.store import blocks_path
 from streamkv.tiers.keys import is_partial
 from streamkv.tiers.ssd import SsdReader, SsdTier, open_existing
@@ -60,6 +61,16 @@ def open_reader(store: Path) -> SsdReader:
     """
     _require_blocks(store)
     return SsdReader(blocks_path(store))
+
+
+def open_source(store: Path) -> BlockSource:
+    """The blocks of a store, to be read whole beside its writer.
+
+    Raises:
+        StoreError: there is none, or it cannot be read.
+    """
+    _require_blocks(store)
+    return BlockSource(blocks_path(store))
 
 
 def open_writer(store: Path) -> SsdTier:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from streamkv.accepted_text import accepted_text
 from streamkv.cli.console import Output
-from streamkv.cli.feed_notes import FeedNote, FeedNotes, copy_notes, notes_path
+from streamkv.cli.feed_notes import FeedNote, FeedNotes, copy_notes
 from streamkv.cli.progress import ProgressDisplay
 from streamkv.cli.text_file import TextFile
 from streamkv.errors import InputError
 from streamkv.journal import Journal
-from streamkv.store import journal_path
+from streamkv.store import journal_path, notes_path
 
 if TYPE_CHECKING:
     from streamkv.session import Session

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from streamkv.errors import StoreError
+from streamkv.store import notes_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,6 @@ class FeedNotes:
             return []
         except OSError as error:
             raise StoreError(f"{self._path}: cannot be read ({error.strerror}).") from error
-
-
-def notes_path(store: Path, name: str) -> Path:
-    """Where the notes of a session lie, or would."""
-    return store / "feeds" / (name + ".jsonl")
 
 
 def copy_notes(store: Path, name: str, other: str) -> None:

@@ -109,6 +109,11 @@ _PERSISTENT = (
         int,
         "Tokens between checkpoints; 0.5 s unless given.",
     ),
+    _Field("session_tokens", "--session-tokens", int, "Most tokens that a session may have."),
+    _Field("max_stored_sessions", "--max-stored-sessions", int, "Most sessions of the store."),
+    _Field(
+        "expire_after", "--expire-after", str, "Delete sessions asleep for longer, such as 30d."
+    ),
 )
 _ATTENTION = (
     _Field("attention", "--attention", str, "Mode of a new session: window, recall or full."),

@@ -1,4 +1,4 @@
-"""`streamkv session`: sessions of a store, listed, fed, forked and rewound.
+"""`streamkv session`: sessions of a store, listed, fed, forked, rewound and exchanged.
 
 `ls` and `show` read journals beside whoever writes them, without the model.
 """
@@ -15,7 +15,6 @@ from streamkv.cli.cache_view import open_writer
 from streamkv.cli.confirm import confirm
 from streamkv.cli.console import Output
 from streamkv.cli.feed import Feeder
-from streamkv.cli.feed_notes import notes_path
 from streamkv.cli.opening import open_engine, resumable
 from streamkv.cli.options import (
     DtypeOption,
@@ -31,6 +30,8 @@ from streamkv.cli.options import (
 )
 from streamkv.cli.places import chosen_store
 from streamkv.cli.progress import format_duration
+from streamkv.cli.session_expire import ExpireAfterOption, expire, seconds_given
+from streamkv.cli.session_files import export, import_
 from streamkv.cli.session_view import SessionView, view_session, view_sessions
 from streamkv.cli.text_file import TextFile, stdin_lines
 from streamkv.config import format_size
@@ -38,7 +39,7 @@ from streamkv.errors import ConfigError, InputError, ModelError
 from streamkv.journal import delete_journal
 from streamkv.model_files import DEFAULT_MODEL
 from streamkv.names import validate_session_name
-from streamkv.store import delete_digests, journal_path, session_names
+from streamkv.store import delete_companions, journal_path, session_names
 
 NameArgument = Annotated[str, typer.Argument(help="The session.")]
 
@@ -46,7 +47,8 @@ NameArgument = Annotated[str, typer.Argument(help="The session.")]
 def make_app() -> typer.Typer:
     """The commands of `streamkv session`."""
     app = typer.Typer(
-        help="Sessions of a store: list, show, remove, feed, fork, rewind.", rich_markup_mode=None
+        help="Sessions of a store: list, show, remove, feed, fork, rewind, export, import, expire.",
+        rich_markup_mode=None,
     )
     app.command("ls")(ls)
     app.command()(show)
@@ -54,6 +56,9 @@ def make_app() -> typer.Typer:
     app.command()(feed)
     app.command()(fork)
     app.command()(rewind)
+    app.command()(export)
+    app.command("import")(import_)
+    app.command()(expire)
     return app
 
 
@@ -61,20 +66,29 @@ def ls(
     model: ModelOption = DEFAULT_MODEL,
     store: StoreOption = None,
     dtype: DtypeOption = None,
+    expire_after: ExpireAfterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List sessions, open and sleeping; may run beside an engine."""
     output = Output(as_json)
     path = chosen_store(model, store, dtype)
+    otherwise_s = seconds_given("expire_after", expire_after)
     views = list(view_sessions(path))
     rows = [
-        (view.name, f"{view.num_tokens:,}", f"{view.text_chars:,}", _state(view), _age(view))
+        (
+            view.name,
+            f"{view.num_tokens:,}",
+            f"{view.text_chars:,}",
+            _state(view),
+            _age(view),
+            _expiry(view.expires_s(otherwise_s)),
+        )
         for view in views
     ]
-    output.columns(rows, ("name", "tokens", "characters fed", "state", "changed"))
+    output.columns(rows, ("name", "tokens", "characters fed", "state", "changed", "expires"))
     if not views:
         output.line(f"No sessions in {path}.")
-    output.json({"store": str(path), "sessions": [_as_json(view) for view in views]})
+    output.json({"store": str(path), "sessions": [_listed(view, otherwise_s) for view in views]})
 
 
 def show(
@@ -105,9 +119,33 @@ def show(
             ("changed", _date(view.changed_s)),
             ("journal", f"{view.journal}, {format_size(view.journal_bytes)}"),
             ("digests", format_size(view.digest_bytes)),
+            ("most tokens", _own_limit(view.session_tokens)),
+            ("expires", _own_expiry(view)),
         ]
     )
     output.json({"store": str(path), **_as_json(view)})
+
+
+def _listed(view: SessionView, otherwise_s: float | None) -> dict[str, Any]:
+    return _as_json(view) | {"expires_s": view.expires_s(otherwise_s)}
+
+
+def _expiry(expires_s: float | None) -> str:
+    if expires_s is None:
+        return "-"
+    left_s = expires_s - time.time()
+    return f"in {format_duration(left_s)}" if left_s > 0 else "now"
+
+
+def _own_limit(session_tokens: int | None) -> str:
+    return f"{session_tokens:,}" if session_tokens is not None else "as the engine says"
+
+
+def _own_expiry(view: SessionView) -> str:
+    if view.expire_after_s is None:
+        return "as the engine says"
+    expires_s = view.expires_s(None)
+    return _expiry(expires_s) if expires_s is not None else "never"
 
 
 def _needed(view: SessionView) -> str:
@@ -137,7 +175,6 @@ def rm(
         # Nobody needs a model to be rid of a session.
         output.note(f"No engine opens ({error}), so its older blocks stay until they are evicted.")
         _delete_unreadable(options.store, name)
-    notes_path(options.store, name).unlink(missing_ok=True)
     output.line(f"Deleted session {name!r} of {view.num_tokens:,} tokens.")
     output.json({"deleted": name, "num_tokens": view.num_tokens})
 
@@ -255,7 +292,7 @@ def _delete_unreadable(store: Path, name: str) -> None:
     """Delete a session of which no engine can tell the blocks; what is not locked ages out."""
     with open_writer(store) as tier:
         tier.delete_session(name)
-        delete_digests(store, name)
+        delete_companions(store, name)
         delete_journal(journal_path(store, name))
 
 

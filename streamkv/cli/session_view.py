@@ -33,6 +33,9 @@ class SessionView:
         torn_bytes: bytes of an unfinished record at the end, which the next opener gives up.
         mode: how it attends.
         recall_blocks: that an engine must have room for to open it; 0 if it never recalled.
+        session_tokens: most tokens that it may have; `None`: as the engine says.
+        expire_after_s: seconds of sleep after which it is deleted; 0: never, `None`: as the engine
+            says.
     """
 
     name: str
@@ -52,6 +55,17 @@ class SessionView:
     digest_bytes: int = 0
     mode: str = "window"
     recall_blocks: int = 0
+    session_tokens: int | None = None
+    expire_after_s: float | None = None
+
+    def expires_s(self, otherwise_s: float | None) -> float | None:
+        """When it will be deleted if it sleeps on, seconds since 1970 (UTC); `None`: never.
+
+        Args:
+            otherwise_s: seconds that sessions may sleep that say nothing of it.
+        """
+        after_s = otherwise_s if self.expire_after_s is None else self.expire_after_s or None
+        return None if after_s is None or self.problem else self.changed_s + after_s
 
 
 def view_sessions(store: Path) -> Iterator[SessionView]:
@@ -96,6 +110,8 @@ def view_session(store: Path, name: str) -> SessionView:
             digest_bytes=_size(digests_path(store, name)),
             mode=newest.mode if newest is not None else "window",
             recall_blocks=state.recall.most_blocks,
+            session_tokens=header.session_tokens,
+            expire_after_s=header.expire_after_s,
         )
 
 

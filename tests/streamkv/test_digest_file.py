@@ -1,11 +1,19 @@
 """Digests on disk: rows come back as they were, or not at all."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from streamkv.digest_file import NO_ROW, ROW_OVERHEAD, DigestFile, DigestRow, copy_digests
+from streamkv.digest_file import (
+    NO_ROW,
+    ROW_OVERHEAD,
+    DigestFile,
+    DigestRow,
+    copy_digests,
+    rename_digests,
+)
 from streamkv.journal_records import SessionHeader
 from streamkv.tiers.spec import BlockKey
 
@@ -150,3 +158,32 @@ def test_digests_of_other_heads_are_of_no_use(tmp_path: Path) -> None:
     path = tmp_path / "one.digests"
     fill(path, 3).close()
     assert read(path, kind="other keys") == []
+
+
+def test_rows_are_renamed_and_found_by_an_imported_session(tmp_path: Path) -> None:
+    """Its header has another salt, and says whose digests they were."""
+    path = tmp_path / "one.digests"
+    file = fill(path, 4)
+    file.write(4, 1, key(4), digest(4))
+    file.close()
+    content = bytearray(path.read_bytes())
+    content[24 + (24 + NUM_BYTES) + 30] ^= 1
+    path.write_bytes(content)
+    names = {key(number): key(number + 50) for number in (0, 1, 2, 4)}
+    assert rename_digests(path, names) == 3
+    imported = replace(HEADER, salt="cd", origin=HEADER.salt)
+    opened = DigestFile.open(path, NUM_BYTES, "keys", imported)
+    rows = list(opened.rows((1000,), 64))
+    opened.close()
+    # The second was damaged, the fourth has no new name.
+    assert [row.key for row in rows] == [key(50), None, key(52), None, key(54)]
+    assert all((rows[n].digest == digest(n)).all() for n in (0, 2, 4))
+    assert read(path, header=replace(imported, origin="ef")) == [], "of another session"
+
+
+@pytest.mark.parametrize("content", [b"", b"skvdigst", b"x" * 100])
+def test_what_are_no_digests_becomes_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "one.digests"
+    path.write_bytes(content)
+    assert rename_digests(path, {}) == 0
+    assert read(path) == []

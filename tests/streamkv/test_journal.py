@@ -435,9 +435,9 @@ def test_a_journal_that_fails_to_open_is_not_left_locked(path: Path) -> None:
 
 
 def test_a_journal_of_another_version_is_refused(path: Path) -> None:
-    frame = encode_frame(1, b'{"journal_version":4}', len(MAGIC), HEADER_SEED)
+    frame = encode_frame(1, b'{"journal_version":5}', len(MAGIC), HEADER_SEED)
     path.write_bytes(MAGIC + frame)
-    with pytest.raises(StoreFormatError, match="journal version 4, this streamkv reads 1 to 3"):
+    with pytest.raises(StoreFormatError, match="journal version 5, this streamkv reads 1 to 4"):
         Journal.open(path)
 
 

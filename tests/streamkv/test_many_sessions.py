@@ -355,3 +355,20 @@ def test_full_stays_awake(tiny_model_dir: Path, tmp_path: Path) -> None:
             other.feed([prompt(number % 4)]).run()
         assert full.stats().state == "awake"
         assert greedy(full, 5)
+
+
+def test_kept_text_counts_when_a_session_wakes(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with Engine(str(tiny_model_dir), options("cpu", tmp_path, max_sessions=4)) as engine:
+        session = open_asleep(engine, "first", prompt(2))
+        room = engine._opener._entrance._room
+        assert room.promised("first") == 0
+        greedy(session, 3)
+        before = room.promised("first")
+        session.feed([prompt(3)]).run()
+        session.keep(" the fox keeps this for ever and ever" * 12)
+        session.feed([prompt(3)]).run()
+        put_to_sleep(engine, session)
+        greedy(session, 3)
+        kept = session._live.sequence.window.sink_ranges[-1]
+        assert room.promised("first") - before >= (kept[1] - kept[0]) // 64 > 0
+        assert len(session._live.sequence.table) <= room.promised("first")

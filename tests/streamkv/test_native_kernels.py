@@ -1,6 +1,7 @@
 """The native decode step against the model's own code over the reference attention."""
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 from streamkv import Engine, EngineConfig, SamplingParams
 from streamkv.block_table import BlockTable
 from streamkv.kernels import native, reference
-from streamkv.kernels.native import NativeDecoder
+from streamkv.kernels.native import DecodeRow, NativeDecoder
 from streamkv.kernels.native_build import NativeUnavailableError, build, find_compiler
 from streamkv.kernels.rope import RopeTables
+from streamkv.kernels.table import NO_CAP
 from streamkv.model import ModelAdapter
 from streamkv.model_native import native_weights
 from streamkv.native_kernels import check
@@ -81,7 +83,7 @@ def test_logits_and_kv_are_those_of_the_model(
             table.add(index // 64, (2, 0, 1)[index // 64])
         entries = build_table(table.entries(window, index, index + 1))
         slot, token_id = table.slot(index), 3 + index * 31 % (adapter.vocab_size - 3)
-        found = decoder.decode(token_id, index, slot, entries, 70, want_logits=True)
+        [found] = decoder.decode([DecodeRow(token_id, index, slot, entries, 70)])
 
         def attend(
             layer: int,
@@ -115,9 +117,71 @@ def test_the_number_of_threads_changes_no_bit(tiny_model_dir: Path, library: Pat
             rows = [(0, 0, 2**62, 0, min(64, index + 1)), (1, 64, 2**62, 0, max(0, index - 63))]
             block_ids, *rest = torch.tensor(rows).t().contiguous().unbind(0)
             table = native.SequenceTable(block_ids, *rest, num_sink_entries=0)
-            logits = decoder.decode(5 + index, index, index, table, 128, want_logits=True)
+            [logits] = decoder.decode([DecodeRow(5 + index, index, index, table, 128)])
+        assert logits is not None
         found.append(logits)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("model_type", "settings"), [SHAPES[1], SHAPES[3], SHAPES[6]])
+def test_a_row_has_the_bits_that_it_has_by_itself(
+    random_model_dir: Callable[..., Path],
+    library: Path,
+    model_type: str,
+    settings: dict[str, object],
+    dtype: str,
+) -> None:
+    """In steps of every size: logits, queries and all that is written."""
+    adapter = ModelAdapter.load(str(random_model_dir(model_type, **settings)))
+    if dtype == "bfloat16":
+        for parameter in adapter.model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    weights = native_weights(adapter).decoder
+    assert weights.embed.dtype == getattr(torch, dtype)
+    spec, rope = dataclasses.replace(adapter.spec, dtype=dtype), RopeTables(adapter.inv_freq, 2048)
+    shape, generator = GpuPool(spec, 180).data.shape, torch.Generator().manual_seed(3)
+    filled = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+    pools = [filled.clone(), filled.clone()]
+    single, several = (NativeDecoder(library, weights, pool, rope, 2) for pool in pools)
+    rng, heads = random.Random(4), (spec.num_layers, adapter.num_q_heads, adapter.head_dim)
+    free = list(range(180))
+    rng.shuffle(free)
+    for num_rows in (*range(1, 10), 16, 19):
+        given = [some_row(rng, index, free, heads) for index in range(num_rows)]
+        alone = [copy_of(row) for row in given]
+        expected = [single.decode([row])[0] for row in alone]
+        for row, found, wanted in zip(given, several.decode(given), expected, strict=True):
+            assert (found is None) == (wanted is None) == (not row.want_logits)
+            assert found is None or (torch.equal(found, wanted) and bool(found.isfinite().all()))
+        for row, other in zip(given, alone, strict=True):
+            assert row.queries is None or torch.equal(row.queries, other.queries)
+        assert torch.equal(*pools)
+    assert not torch.equal(pools[0], filled)
+
+
+def some_row(rng: random.Random, place: int, free: list[int], heads: tuple[int, ...]) -> DecodeRow:
+    """A row somewhere in a stream of its own; the first may be all that there is of it."""
+    index, window_size = rng.choice([0, 3, 63, 64, 200, 500]), rng.choice([70, 300])
+    blocks = free[9 * place :]
+    sinks = [(blocks[0], 0, window_size + 2, 0, 3)] if index > 300 else []
+    recalled = [(blocks[1], 64, 128, 2, 64)] if index == 500 else []
+    oldest = max(0, index + 1 - window_size) // 64
+    recent = [
+        (blocks[number % 9], 64 * number, NO_CAP, 0, min(64, index + 1 - 64 * number))
+        for number in range(oldest, index // 64 + 1)
+    ]
+    columns = torch.tensor([*sinks, *recalled, *recent]).t().contiguous().unbind(0)
+    table = native.SequenceTable(*columns, len(sinks), len(recalled))
+    slot = 64 * recent[-1][0] + index % 64
+    queries = torch.zeros(heads) if rng.random() < 0.5 else None
+    wanted = rng.random() < 0.7
+    return DecodeRow(rng.randrange(100), index, slot, table, window_size, wanted, queries)
+
+
+def copy_of(row: DecodeRow) -> DecodeRow:
+    queries = None if row.queries is None else torch.zeros_like(row.queries)
+    return dataclasses.replace(row, queries=queries)
 
 
 def test_weights_that_are_exact_in_bfloat16_are_read_narrow(tiny_model_dir: Path) -> None:

@@ -180,3 +180,23 @@ def test_chunks_are_short_while_others_decode_and_some_steps_after() -> None:
                 lengths.append(step.query_len)
     whole, short = world_module.CHUNK, world_module.MIXED_CHUNK
     assert lengths == [whole, whole, *[short] * 5, *[whole] * 3]
+
+
+def test_chunks_and_decodes_take_turns_where_they_do_not_mix() -> None:
+    scheduler = Scheduler(32, 8, mixes=False)
+    world = world_module.World(random.Random(1).randrange)
+    reader, *talkers = (world_module.Player(world, number, 1) for number in range(1, 4))
+    reader.sequence.append([0] * 1000)
+    scheduler.add(world_module.Work(reader.sequence, 1000))
+    steps = []
+    for _ in range(8):
+        for talker in talkers:
+            if talker.sequence not in scheduler._queued:
+                talker.sequence.append([0])
+                scheduler.add(world_module.Work(talker.sequence, 1))
+        taken = scheduler.schedule(8)
+        for work, step in taken:
+            work.sequence.advance(step.query_len)
+            scheduler.postprocess(work, step.query_len)
+        steps.append([step.query_len for _, step in taken])
+    assert steps == [[32], [1, 1]] * 4

@@ -564,3 +564,38 @@ def test_more_streams_than_a_step_has_room_for_all_go_on(held: Held) -> None:
         for answer in [pool.submit(talk, number) for number in range(5)]:
             answer.result(WAIT_S)
     assert min(counts.values()) >= 20
+
+
+def test_a_step_waits_for_those_who_were_just_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two callers who come back one after the other share a step, if not on the first time."""
+    monkeypatch.setattr("streamkv.step_loop.PATIENCE_S", 30.0)
+    sizes: list[int] = []
+
+    class Wide(NotingExecutor):
+        max_sequences = 8
+
+        def prepare(self, batch: Batch) -> None:
+            pass
+
+        def run(self, batch: Batch) -> list[StepResult]:
+            sizes.append(len(batch.steps))
+            return [StepResult(logits=torch.zeros(2)) for _ in batch.steps]
+
+        def postprocess(self, batch: Batch) -> None:
+            for step in batch.steps:
+                step.sequence.advance(step.query_len)
+
+    wide = StepLoop(Wide(), 64)
+    sequences = [sequence(number, 60) for number in (1, 2)]
+    try:
+        for _ in range(50):
+            futures = [
+                wide.submit(Compute(each, 1, Wanted.LOGITS, lambda logits: None))
+                for each in sequences
+            ]
+            for future in futures:
+                future.result(WAIT_S)
+    finally:
+        wide.close()
+    # Whoever is first has a step of his own only before anybody was served.
+    assert sum(sizes) == 100 and sizes.count(2) >= 49

@@ -12,6 +12,8 @@ from gpu_cases import DEVICE, ON_GPU
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
 from streamkv import engine as engine_module
+from streamkv.batch import SequenceStep
+from streamkv.chunk_graph import ChunkGraph
 from streamkv.model import ModelAdapter
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.triton_runner import TritonRunner
@@ -39,15 +41,21 @@ def config(**others: Any) -> EngineConfig:
 
 
 @contextmanager
-def triton_engine(model: Path, **others: Any) -> Iterator[Engine]:
-    """An engine whose runner is Triton's, whatever the device of its pool."""
+def triton_engine(model: Path, chunk: int = 0, **others: Any) -> Iterator[Engine]:
+    """An engine whose runner is Triton's, whatever the device of its pool.
+
+    Args:
+        model: directory.
+        chunk: tokens of a chunk with a way of its own; on a GPU that is `mixed_chunk`.
+        others: options.
+    """
     if ON_GPU:
         with Engine(str(model), config(device=DEVICE, **others)) as engine:
             yield engine
         return
 
     def make(adapter: ModelAdapter, pool: GpuPool, options: EngineConfig) -> TritonRunner:
-        return TritonRunner(adapter, pool.data, adapter.trained_length)
+        return TritonRunner(adapter, pool.data, adapter.trained_length, chunk=chunk)
 
     with mock.patch.object(engine_module, "make_runner", make):
         engine = Engine(str(model), config(**others))
@@ -141,3 +149,31 @@ def test_scores_are_those_of_the_cpu(tiny_model_dir: Path) -> None:
     assert found[1:] == pytest.approx(wanted[1:], abs=2e-4)
     by_chunks = [logprob for chunk in chunks for logprob in chunk.logprobs.tolist()]
     assert len(chunks) > 1 and by_chunks[1:] == pytest.approx(wanted[1:], abs=2e-4)
+
+
+def test_chunks_of_one_size_are_computed_like_all_others(
+    tiny_model_dir: Path, expected: list[list[list[int | None]]]
+) -> None:
+    """In a graph on a GPU, also beside sessions that decode; else by the same kernels in turn."""
+    launched = []
+    launch = ChunkGraph.launch
+
+    def noting(self: ChunkGraph, step: SequenceStep) -> None:
+        launched.append(step.query_len)
+        launch(self, step)
+
+    with (
+        mock.patch.object(ChunkGraph, "launch", noting),
+        triton_engine(tiny_model_dir, chunk=32, mixed_chunk=32) as engine,
+    ):
+        if not ON_GPU:
+            assert engine._runner._chunk is not None  # type: ignore[attr-defined]
+        found = []
+        for index, text in enumerate(TEXTS):
+            session = engine.session(str(index))
+            session.feed([text]).run()
+            turns = [tokens(session, GREEDY), tokens(session, SEEDED)]
+            session.feed([" And then:"]).run()
+            found.append([*turns, tokens(session, GREEDY)])
+    assert found == expected
+    assert launched and set(launched) == {32}

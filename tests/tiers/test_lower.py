@@ -26,6 +26,10 @@ KEYS = [child_key(ROOT, [number] * 4, b"dense") for number in range(40)]
 NAMES = ("demotions", "dropped", "writes", "read_errors", "ssd_disabled")
 
 
+def fail() -> None:
+    raise OSError(5, "Input/output error")
+
+
 def bytes_of(number: int) -> NDArray[np.uint8]:
     return np.full(SPEC.block_bytes, number + 1, np.uint8)
 
@@ -256,3 +260,24 @@ def test_deleting_leaves_no_trace_in_either_tier(ssd: SsdTier) -> None:
     tiers.tiers.check_integrity()
     assert [tiers.read(number) for number in range(3)] == [False] * 3
     assert tiers.stored(0, 1, 2) == [False] * 3
+
+
+def test_a_block_that_cannot_be_read_any_more_is_erased_all_the_same(ssd: SsdTier) -> None:
+    tiers = below(ssd, 2, Policy("all", watermark=0.0))
+    tiers.put(0, 1)
+    tiers.tiers.flush()
+    with inject("ssd.get", fail):
+        assert not ssd.read(KEYS[0], np.empty(ssd.spec.block_bytes, dtype=np.uint8))
+    assert not ssd.contains(KEYS[0]), "it is not shown"
+    assert tiers.tiers.erase_stored(KEYS[:1])
+    assert ssd.usage().num_blocks == 1
+
+
+def test_what_a_failed_ssd_cannot_erase_is_said(ssd: SsdTier) -> None:
+    tiers = below(ssd, 2, Policy("all", watermark=0.0))
+    tiers.put(0)
+    tiers.tiers.flush()
+    with inject("ssd.commit", fail):
+        assert not tiers.tiers.erase_stored(KEYS[:1])
+    assert not tiers.tiers.erase_stored(KEYS[:1]), "it is not written to any more"
+    assert tiers.stored(0) == [True]

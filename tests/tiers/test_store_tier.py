@@ -400,3 +400,49 @@ def test_a_close_that_cannot_sync_still_closes(
         tier.close()
     assert "the last writes may not last" in caplog.text
     open_tier(tmp_path).close()
+
+
+def test_a_compacted_store_has_no_key_of_what_was_deleted(tmp_path: Path) -> None:
+    """Not even in the pages by which rows are found: LMDB's own compacting copy leaves them."""
+    chosen = np.random.default_rng(5)
+    keys = [BlockKey(chosen.bytes(16)) for _ in range(1200)]
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=2, dtype="bfloat16", block_size=1)
+    with open_tier(tmp_path, spec, limit_bytes=16 * MIB) as tier:
+        tier.write([(each, np.zeros(8, dtype=np.uint8)) for each in keys])
+        tier.set_manifest("diary", keys[::2])
+        for name in ("log", "never again", "victim"):
+            tier.set_manifest(name, keys[1::2])
+        for name in ("never again", "victim", "log"):
+            tier.set_manifest(name, [])
+        tier.delete(keys)
+        assert tier.usage().num_blocks == 600
+        tier.compact()
+        tier.check_integrity()
+        assert all(tier.contains(each) for each in keys[::2])
+    data = (tmp_path / "data.mdb").read_bytes()
+    assert all(each in data for each in keys[::2])
+    assert not any(each in data for each in keys[1::2])
+    assert not any(name in data for name in (b"never again", b"victim"))
+
+
+def test_a_damaged_record_that_is_deleted_takes_its_bytes_along(tmp_path: Path) -> None:
+    """One whose header is damaged, and one whose payload is: neither is shown any more."""
+    with open_tier(tmp_path) as tier:
+        write(tier, 1, 2, 3)
+    path = tmp_path / "data.mdb"
+    data = bytearray(path.read_bytes())
+    samples = [block(number).tobytes()[4096:4128] for number in (1, 2, 3)]
+    place = data.find(key(1) + b"SKVR")
+    while place >= 0:
+        data[place + 26] ^= 0xFF
+        place = data.find(key(1) + b"SKVR", place + 1)
+    data[data.find(samples[1]) - 100] ^= 0xFF
+    path.write_bytes(data)
+    with open_tier(tmp_path) as tier:
+        assert [read(tier, number) for number in (1, 2, 3)] == [False, False, True]
+        tier.delete([key(1), key(2)])
+        tier.compact()
+        tier.check_integrity()
+        assert read(tier, 3)
+    data = bytearray(path.read_bytes())
+    assert [sample in data for sample in samples] == [False, False, True]

@@ -9,6 +9,7 @@ from streamkv.errors import (
     JournalError,
     ModelError,
     PoolFullError,
+    QuotaError,
     SessionError,
     StoreError,
     StoreFormatError,
@@ -77,3 +78,10 @@ def test_a_refusal_says_what_to_do_instead(code: ErrorCode) -> None:
     assert reply.code is code
     assert reply.message.endswith(".") and reply.remedy.endswith(".")
     assert str(Refused(code)) == reply.message
+
+
+def test_a_quota_that_is_used_up_is_told_with_its_field_and_remedy() -> None:
+    reply = error_reply(QuotaError("session_tokens", 9, "too many", "Rewind."), "a")
+    found = (reply.code, reply.message, reply.remedy, reply.field)
+    expected = (ErrorCode.OUT_OF_ROOM, "session_tokens=9: too many", "Rewind.", "session_tokens")
+    assert found == expected

@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from streamkv.cli.feed_notes import FeedNote, FeedNotes, notes_path
+from streamkv.cli.feed_notes import FeedNote, FeedNotes
+from streamkv.store import notes_path
 
 
 def test_the_newest_note_of_a_file_and_session_counts(tmp_path: Path) -> None:

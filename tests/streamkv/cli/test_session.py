@@ -10,9 +10,9 @@ from cli_runner import Run
 
 from streamkv import Engine, EngineConfig
 from streamkv.accepted_text import accepted_text
-from streamkv.cli.feed_notes import FeedNote, FeedNotes, notes_path
+from streamkv.cli.feed_notes import FeedNote, FeedNotes
 from streamkv.journal import Journal
-from streamkv.store import journal_path
+from streamkv.store import journal_path, notes_path
 
 LINE = "The window holds the newest tokens.\n"
 
@@ -41,7 +41,7 @@ def test_sessions_are_listed_and_shown(
     run("session", "feed", "a", book, *small)
     listed = run("session", "ls", *where)
     header, row = listed.out.splitlines()
-    assert header.split() == ["name", "tokens", "characters", "fed", "state", "changed"]
+    assert header.split() == ["name", "tokens", "characters", "fed", "state", "changed", "expires"]
     assert row.split()[0] == "a" and "sleeping" in row
     shown = run("session", "show", "a", *where, "--json").json
     assert shown["text_chars"] == len(book.read_text())
