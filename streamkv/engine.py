@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from prometheus_client import CollectorRegistry
+
 from streamkv.admission import Admission
 from streamkv.config import (
     EngineConfig,
@@ -35,6 +37,8 @@ from streamkv.executor import Executor
 from streamkv.expiry import Expiry
 from streamkv.live import LiveStream
 from streamkv.metered import MeteredRunner
+from streamkv.metric_kinds import Snapshot
+from streamkv.metrics import exposition, make_registry
 from streamkv.model import ModelAdapter
 from streamkv.names import validate_session_name
 from streamkv.opening import SessionOpener, name_is_taken
@@ -51,6 +55,7 @@ from streamkv.store import Store
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.ssd import SsdTier
+from streamkv.tiers.store_tier import COUNTERS as STORE_COUNTERS
 from streamkv.tiers.usage import TierUsage
 from streamkv.tokenizer import Tokenizer, load_tokenizer
 
@@ -87,12 +92,14 @@ class Engine:
         self._being_opened: set[str] = set()
         self._closed = False
         self._sharing = Sharing()
+        self._registry = make_registry(self._snapshot)
         self._loop = StepLoop(
             None,
             self.config.prefill_chunk,
             self.config.num_threads,
             self.config.mixed_chunk,
             mixes=not self.config.batch_invariant,
+            instruments=self._sharing.instruments,
         )
         try:
             # On the engine's thread, and nothing here: each thread that computes keeps OpenMP
@@ -190,7 +197,7 @@ class Engine:
                 self.config,
                 on_progress,
             )
-            metered = MeteredRunner(self._runner, self._sharing.gate)
+            metered = MeteredRunner(self._runner, self._sharing.gate, self._sharing.instruments)
             room = PoolRoom(self._gpu_pool.num_blocks)
             full = make_full(self._adapter, self._gpu_pool, self._tiers, room, self.config)
             self._executor = Executor(metered, self._tiers, recaller, full)
@@ -216,7 +223,9 @@ class Engine:
         has_tier = self._store is not None or self._cpu_pool.num_blocks > 0
         if self.config.retain == "none" or not has_tier:
             return None
-        return Sleepers(Admission(room, self.config.turn_tokens), self.config.sleep_after)
+        sleepers = Sleepers(Admission(room, self.config.turn_tokens), self.config.sleep_after)
+        sleepers.queue_s = self._sharing.instruments.wake_s.observe
+        return sleepers
 
     def _ssd_tier(self) -> SsdTier | None:
         """What lies below the cpu pool."""
@@ -315,7 +324,7 @@ class Engine:
                 return self._opened(self._opener.fork(live, name))
 
     def _opened(self, live: LiveStream) -> Session:
-        session = Session(live, self._loop, self._session_closed, self._fork)
+        session = Session(live, self._loop, self._session_closed, self._fork, self.counters)
         self._sessions[live.name] = session
         return session
 
@@ -422,10 +431,37 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What happened since opening, by name; `ssd_` counters are the store's own."""
-        counted = self._executor.counters() | self._sharing.counters() | self._loop.counters()
+        stored = dict.fromkeys(STORE_COUNTERS, 0)
         if self._store is not None:
-            counted |= {f"ssd_{name}": n for name, n in self._store.blocks.counters.items()}
-        return counted
+            stored = self._store.blocks.counters
+        counted = self._executor.counters() | self._sharing.counters() | self._loop.counters()
+        return counted | {f"ssd_{name}": count for name, count in stored.items()}
+
+    def metrics(self) -> str:
+        """All metrics in Prometheus' text format; may be called at any time, by any thread.
+
+        Raises:
+            EngineClosedError: the engine is closed.
+        """
+        return exposition(self._registry)
+
+    @property
+    def metrics_registry(self) -> CollectorRegistry:
+        """The engine's metrics for whoever serves them; reading it raises as `metrics` does."""
+        return self._registry
+
+    def _snapshot(self) -> Snapshot:
+        self._require_open()
+        return Snapshot(
+            counters=self.counters(),
+            tiers=self.usage(),
+            digests=self.digest_usage(),
+            states=self.session_states(),
+            num_open=len(self._sessions),
+            num_running=self._loop.num_running,
+            block_bytes=self._adapter.spec.block_bytes,
+            histograms=self._sharing.instruments.histograms(),
+        )
 
     def session_states(self) -> dict[str, int]:
         """How many open sessions are awake, asleep, waiting for room, and on the way."""

@@ -43,12 +43,14 @@ class Job:
         work: what is left of it.
         future: where its result goes.
         scores: of its steps so far.
+        asked_s: since when it waits for its first step; `None` once that is under way.
     """
 
     operation: Compute
     work: Work
     future: "Future[Any]"
     scores: list[Tensor] = field(default_factory=list)
+    asked_s: float | None = None
 
     def launched(self) -> None:
         """Its last step is under way: from now on the result goes to a future of its own."""

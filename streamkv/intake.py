@@ -12,6 +12,7 @@ from typing import Any
 from streamkv.chat import Segment
 from streamkv.errors import EngineClosedError, InputError, JournalError, QuotaError, StreamKVError
 from streamkv.incremental import require_text
+from streamkv.instruments import ACCEPTED
 from streamkv.journal import Journal
 from streamkv.journal_records import (
     Fed,
@@ -27,6 +28,7 @@ from streamkv.journal_records import (
 from streamkv.past import MemoryPast
 from streamkv.quotas import require_tokens
 from streamkv.sequence import Sequence
+from streamkv.tiers.usage import Counters
 from streamkv.tokenizer import Tokenizer
 
 PIECE_CHARS = 4096
@@ -37,6 +39,12 @@ PIECE_IDS = 4096
 
 MAX_IDS_AHEAD = 65_536
 """Token ids that may be pending because more of a list was accepted before its turn."""
+
+_COUNTED_AS = {
+    GivenKind.CALLER: "fed_tokens",
+    GivenKind.TEMPLATE: "said_tokens",
+    GivenKind.SYSTEM: "system_tokens",
+}
 
 
 def pieces(item: Any) -> Iterator[str | list[int]]:
@@ -63,6 +71,7 @@ class Intake:
         memory: what remembers the stream of a session without a journal, if anything does.
         name: of the session.
         tokens_allowed: most tokens that it may have; `None`: any number.
+        counted: has the names `ACCEPTED`: where accepted tokens are counted.
 
     Attributes:
         vocab_size, tokens_allowed: as given.
@@ -78,10 +87,12 @@ class Intake:
         memory: MemoryPast | None = None,
         name: str = "",
         tokens_allowed: int | None = None,
+        counted: Counters | None = None,
     ) -> None:
         self._name = name
         self.tokens_allowed = tokens_allowed
         self._memory = memory
+        self._counted = counted if counted is not None else Counters(ACCEPTED)
         self._sequence = sequence
         self._tokenizer = tokenizer
         self._journal = journal
@@ -152,7 +163,7 @@ class Intake:
         held = self._held_tokens(len(ids))
         self._write_or_restore(Fed(text, self._encoder.num_held, tuple(ids)), at_start, held)
         self.text_chars += len(text)
-        self._sequence.append(ids)
+        self._add("fed_tokens", ids)
 
     def flush(self) -> None:
         """Make tokens of the text that is held back.
@@ -164,7 +175,7 @@ class Intake:
         ids = self._encoder.flush()
         if ids:
             self._write_or_restore(Flushed(tuple(ids)), at_start)
-            self._sequence.append(ids)
+            self._add("fed_tokens", ids)
 
     def require_room(self, num_tokens: int) -> None:
         """Raise `QuotaError` if so many more tokens would be more than the session may have."""
@@ -282,7 +293,7 @@ class Intake:
         """
         self.require_room(1)
         self._write(Generated((token_id,)))
-        self._sequence.append((token_id,))
+        self._add("generated_tokens", (token_id,))
 
     def _ends_with_end_marker(self) -> bool:
         recent = self._sequence.recent_ids
@@ -306,9 +317,14 @@ class Intake:
         """Accept ids while no text is held back, and what the journal says about them."""
         self.require_room(len(ids))
         self._write(Given(kind, tuple(ids)), *more)
-        self._sequence.append(ids)
+        self._add(_COUNTED_AS[kind], ids)
         self._encoder = self._tokenizer.encoder(at_start=self._is_start)
         self._tail = ""
+
+    def _add(self, counted_as: str, ids: Ids[int]) -> None:
+        """Accepted tokens are part of the stream from now on."""
+        self._sequence.append(ids)
+        self._counted.add(counted_as, len(ids))
 
     def _write(self, *records: Record) -> None:
         with self.lock:

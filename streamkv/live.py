@@ -104,10 +104,13 @@ class LiveStream:
         shown = reason.value if reason else "abandoned"
         self.intake.end_turn({"reason": shown, "seed": params.seed})
 
-    def stats(self, state: str = "awake", queue_position: int | None = None) -> SessionStats:
+    def stats(
+        self, counters: dict[str, int], state: str, queue_position: int | None
+    ) -> SessionStats:
         """Where the session stands.
 
         Args:
+            counters: of the engine.
             state: where its blocks are.
             queue_position: its place among those that wait for room.
         """
@@ -122,7 +125,7 @@ class LiveStream:
             text_chars=self.intake.text_chars,
             num_blocks=len(sequence.table),
             tiers=self.tiers.usage(),
-            counters=self.executor.counters() | self.sharing.counters(),
+            counters=counters,
             num_reused=self.reuse.num_tokens,
             digests=self.executor.digest_usage(),
             state=state,

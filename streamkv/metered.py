@@ -1,4 +1,4 @@
-"""A runner that tells how fast it computes.
+"""A runner that tells how much it computes, and how fast.
 
 Only steps of a whole block or more are timed: short ones say little about the speed at which a
 prefix is computed, and a decode step has no time to spare. A step counts as long as a device says
@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 from streamkv.batch import Batch, Flight, StepResult
 from streamkv.cost_gate import CostGate
 from streamkv.executor import StepRunner
+from streamkv.instruments import Instruments
 from streamkv.observed_queries import ObservedQueries
 
 TIMED_TOKENS = 64
@@ -26,11 +27,15 @@ class MeteredRunner:
     Args:
         runner: what computes; who made it closes it.
         gate: is told tokens and seconds.
+        instruments: where steps and their tokens are counted.
     """
 
-    def __init__(self, runner: StepRunner, gate: CostGate) -> None:
+    def __init__(
+        self, runner: StepRunner, gate: CostGate, instruments: Instruments | None = None
+    ) -> None:
         self._runner = runner
         self._gate = gate
+        self._instruments = instruments if instruments is not None else Instruments()
         self._ended_s: float | None = None
 
     @property
@@ -40,10 +45,13 @@ class MeteredRunner:
 
     def launch(self, batch: Batch) -> Flight:
         """Start computing the batch."""
-        if batch.num_tokens < TIMED_TOKENS:
-            return self._runner.launch(batch)
         launched_s = time.monotonic()
-        return _TimedFlight(self._runner.launch(batch), self, batch.num_tokens, launched_s)
+        flight = self._runner.launch(batch)
+        # One that could not be launched computed nothing.
+        num_tokens = self._instruments.launched(batch)
+        if num_tokens < TIMED_TOKENS:
+            return flight
+        return _TimedFlight(flight, self, num_tokens, launched_s)
 
     def observe(self, seq_id: int, queries: ObservedQueries | None) -> None:
         """Show the queries of a sequence to `queries` from now on."""

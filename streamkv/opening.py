@@ -403,6 +403,7 @@ class SessionOpener:
             memory,
             name,
             allowed,
+            self._sharing.instruments.counted,
         )
         return LiveStream(
             name=name,

@@ -86,6 +86,7 @@ class Recovery:
             The checkpoint it was restored from; `None` if it was not.
         """
         self._restore_recent_ids()
+        self._sequence.was_computed_until = self._newest()
         window_blocks = self._newest_checkpoint()
         if window_blocks is None:
             state = self._past.state
@@ -123,7 +124,7 @@ class Recovery:
         """
         sequence, size = self._sequence, self._sequence.block_size
         sequence.give_up_shared(self._past.state.num_tokens)
-        newest = self._newest()
+        newest = sequence.was_computed_until = self._newest()
         num_kept = min(newest, sequence.num_computed) if sequence.is_exact else newest
         stored = self._live_window(num_kept) if sequence.is_exact else None
         self._restore_recent_ids()

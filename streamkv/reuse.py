@@ -20,7 +20,7 @@ from streamkv.executor import Executor
 from streamkv.prefix import keys_ahead
 from streamkv.read_pace import ReadPace
 from streamkv.sequence import Sequence as Stream
-from streamkv.sharing import Sharing
+from streamkv.sharing import REUSED, Sharing
 from streamkv.stored_run import Run
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.policy import Place
@@ -168,6 +168,7 @@ class PrefixReuse:
     def adopt(self, run: Run, held: dict[int, int]) -> int:
         """Make the blocks of a run live and count its tokens as computed; returns how many."""
         sequence, num_tokens = self._sequence, run.num_tokens
+        reused = _by_place(run, sequence)
         self._remove_from(run.first)
         for index in run.wanted:
             sequence.table.add(index, held.pop(index), run.key(index))
@@ -175,7 +176,7 @@ class PrefixReuse:
         sequence.mark_exact(run.end * sequence.block_size)
         self._executor.drop_expired(sequence)
         self.num_tokens += num_tokens
-        self._counted.add("reused_tokens", num_tokens)
+        self._counted.add_all(reused)
         return num_tokens
 
     def _remove_from(self, first: int) -> None:
@@ -298,3 +299,14 @@ class Taking:
                 self._reuse.abandon(self._under_way.popleft())
             self._reuse.give_back(self._held)
         self._reuse.release()
+
+
+def _by_place(run: Run, sequence: Stream) -> dict[str, int]:
+    """Tokens of a run that is about to be adopted: counters and what to add to them."""
+    size, read = sequence.block_size, set(run.wanted)
+    counted = Counter({"reused_tokens": run.num_tokens})
+    for index in range(run.first, run.end):
+        # Of the first block some may be computed already.
+        num_tokens = (index + 1) * size - max(index * size, sequence.num_computed)
+        counted[REUSED[run.place(index) if index in read else None]] += num_tokens
+    return dict(counted)

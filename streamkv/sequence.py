@@ -76,6 +76,8 @@ class Sequence:
         served: tokens of its steps over 2 ** priority, on the scheduler's scale.
         attends_to_all: every block of the stream is recalled, and none is chosen.
         salting: where the salt enters it.
+        was_computed_until: tokens before it were computed once, in an earlier run or before they
+            were lost; who computes them does so again.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Sequence:
         self.priority = 0
         self.holds = 0
         self.served = 0.0
+        self.was_computed_until = 0
         self._window_changes: deque[tuple[int, Window]] = deque()
         self._jump: Jump | None = None
         self._inexact_from = 0
@@ -354,6 +357,7 @@ class Sequence:
         copied.keys = self.keys.copy() if self.keys is not None else None
         copied.look_back = self.look_back
         copied.priority = self.priority
+        copied.was_computed_until = self.was_computed_until
         return copied
 
     def restore_open(self, num_computed: int) -> None:

@@ -37,7 +37,9 @@ class Session:
         loop: StepLoop,
         on_close: Callable[["Session"], None],
         on_fork: Callable[[LiveStream, str], "Session"],
+        counters: Callable[[], dict[str, int]],
     ) -> None:
+        self._counters = counters
         self._live = live
         self._turns = Turns(live)
         self._loop = loop
@@ -244,7 +246,7 @@ class Session:
     def stats(self) -> SessionStats:
         """Where the session stands; may be called at any time."""
         state, position = self._loop.status(self._live.sequence)
-        return self._live.stats(state, position)
+        return self._live.stats(self._counters(), state, position)
 
     def delete(self) -> None:
         """Close the session and remove its journal and its blocks, but for those of others.
@@ -303,12 +305,13 @@ class Session:
 
     def _outputs(self, steps: Steps, what: str, items: Iterable[Any] = ()) -> Outputs[Any]:
         self._require_open()
-        return Outputs(self._loop, self._gate, steps, f"{what} of session {self.name!r}", items)
+        steps, what = self._turns.counted(steps), f"{what} of session {self.name!r}"
+        return Outputs(self._loop, self._gate, steps, what, items)
 
     def _async_outputs(self, steps: Steps, what: str, items: AsyncItems) -> AsyncOutputs[Any]:
         self._require_open()
         source = aiter(items) if isinstance(items, AsyncIterable) else iter(_as_items(items))
-        what = f"{what} of session {self.name!r}"
+        steps, what = self._turns.counted(steps), f"{what} of session {self.name!r}"
         return AsyncOutputs(self._loop, self._gate, steps, what, source)
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:

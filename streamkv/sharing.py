@@ -6,14 +6,26 @@ written nowhere.
 """
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from streamkv.cost_gate import CostGate
 from streamkv.errors import InputError, SessionError
 from streamkv.incremental import require_text
+from streamkv.instruments import Instruments
 from streamkv.journal_records import SessionHeader
 from streamkv.tiers.keys import SALT_BYTES, Salting, tenant_salt
+from streamkv.tiers.policy import Place
 from streamkv.tiers.usage import Counters
+
+REUSED: Mapping[Place | None, str] = {
+    "gpu": "reused_gpu_tokens",
+    "cpu": "reused_cpu_tokens",
+    "ssd": "reused_ssd_tokens",
+    None: "reused_unread_tokens",
+}
+"""Counters of reused tokens by where their blocks were; without a place: nobody sees those any more
+at the end of the run, so that they were not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +34,19 @@ class Sharing:
 
     Attributes:
         gate: chooses between reading blocks and computing them.
-        counted: `reused_tokens`, tokens whose blocks were read instead of computed.
+        instruments: where their work is counted and timed.
+        counted: `reused_tokens`, tokens whose blocks were read instead of computed, and by `REUSED`
+            where these were.
     """
 
     gate: CostGate = field(default_factory=CostGate)
-    counted: Counters = field(default_factory=lambda: Counters(["reused_tokens"]))
+    instruments: Instruments = field(default_factory=Instruments)
+    counted: Counters = field(default_factory=lambda: Counters(["reused_tokens", *REUSED.values()]))
 
     def counters(self) -> dict[str, int]:
         """All counters by name, those that never moved included."""
-        return self.counted.snapshot() | self.gate.counters()
+        own = self.counted.snapshot() | self.gate.counters()
+        return own | self.instruments.counted.snapshot()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from streamkv.admission import State
 from streamkv.batch import Batch, Flight, StepResult, Wanted
 from streamkv.errors import EngineClosedError
 from streamkv.flights import PATIENCE_S, Flights, Job
+from streamkv.instruments import Instruments
 from streamkv.mailbox import Mailbox
 from streamkv.operations import Call, Compute
 from streamkv.scheduler import Scheduler, Work
@@ -64,6 +65,7 @@ class StepLoop:
         num_threads: torch threads of the step, or `None`.
         mixed_chunk: tokens of one sequence in a step in which others decode.
         mixes: a step may have tokens of sequences that decode and a chunk.
+        instruments: where waiting and giving way are counted.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class StepLoop:
         num_threads: int | None = None,
         mixed_chunk: int | None = None,
         mixes: bool = True,
+        instruments: Instruments | None = None,
     ) -> None:
+        self._instruments = instruments if instruments is not None else Instruments()
         self._given_executor: StepExecutor | None = None
         self._given_flights: Flights | None = None
         self._sleepers: Sleepers | None = None
@@ -130,7 +134,7 @@ class StepLoop:
             else:
                 sequence, params = operation.sequence, operation.params
                 work = Work(sequence, operation.num_tokens, operation.wanted, params)
-                self._inbox.append(Job(operation, work, future))
+                self._inbox.append(Job(operation, work, future, asked_s=time.monotonic()))
                 if len(self._inbox) >= self._notify_at:
                     self._condition.notify()
         return future
@@ -201,6 +205,11 @@ class StepLoop:
         if self._sleepers is not None:
             return self._sleepers.count()
         return {state.value: num_open * (state is State.AWAKE) for state in State}
+
+    @property
+    def num_running(self) -> int:
+        """Sessions that are awake and have something to compute; from any thread."""
+        return len(self._jobs)
 
     def counters(self) -> dict[str, int]:
         """How often sessions fell asleep and woke, since the start."""
@@ -371,6 +380,7 @@ class StepLoop:
         if work is None or self._sleepers is None:
             return
         job = self._jobs.pop(work)
+        self._instruments.counted.add("preemptions")
         self._sleepers.end_job(sequence)
         self._sleepers.wait_for_turn(
             sequence, lambda: self._go_on(job), lambda error: self._refuse(job.future, error)
@@ -428,7 +438,9 @@ class StepLoop:
         except BaseException as error:
             self._fail(job, error)
             return
-        if not is_claimed:
+        if is_claimed:
+            self._note_begun([job])
+        else:
             self._scheduler.add(work)
 
     def _call_when_awake(self, call: Call, future: "Future[Any]") -> None:
@@ -458,11 +470,21 @@ class StepLoop:
         taken = self._scheduler.schedule(
             self._executor.max_sequences, others_decode=self._flights.can_go_on
         )
-        self._flights.launch([(self._jobs[work], step) for work, step in taken])
+        asked = [(self._jobs[work], step) for work, step in taken]
+        self._note_begun(job for job, _ in asked)
+        self._flights.launch(asked)
         self._executor.between_steps(idle=False)
         # On a CPU a step has landed when it was launched.
         while self._flights.has_landed:
             self._flights.land()
+
+    def _note_begun(self, jobs: Iterable[Job]) -> None:
+        """Tell how long jobs waited for their first step."""
+        now_s = time.monotonic()
+        for job in jobs:
+            if job.asked_s is not None:
+                self._instruments.queue_s.observe(now_s - job.asked_s)
+                job.asked_s = None
 
     def _counted(self, job: Job, query_len: int) -> bool:
         if self._sleepers is not None:

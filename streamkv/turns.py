@@ -4,6 +4,7 @@ Each operation is written here once; `streamkv.session` offers it as an iterator
 one. Whoever leaves one in the middle leaves a stream that has all that was accepted.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -35,6 +36,23 @@ class Turns:
 
     def __init__(self, live: LiveStream) -> None:
         self._live = live
+        self._instruments = live.sharing.instruments
+        self._said_s = 0.0
+        self._is_complete = False
+
+    def counted(self, steps: Steps) -> Steps:
+        """The same operation; how it ends is counted, unless it is never begun."""
+        self._is_complete = False
+        outcome = "operations_failed"
+        try:
+            yield from steps
+            outcome = "operations_finished"
+        except (GeneratorExit, asyncio.CancelledError, KeyboardInterrupt):
+            # Who has had everything need not ask once more.
+            outcome = "operations_finished" if self._is_complete else "operations_cancelled"
+            raise
+        finally:
+            self._instruments.counted.add(outcome)
 
     def feed(self) -> Steps:
         """Read what comes in; yields progress."""
@@ -59,6 +77,7 @@ class Turns:
             raise InputError("items", "", "an empty feed", "Feed at least one character or token.")
         while sequence.num_pending > 1:
             num_tokens += yield from self._take_or_compute()
+        self._is_complete = True
         yield progress()
 
     def score(self) -> Steps:
@@ -117,6 +136,7 @@ class Turns:
                 f"session {self._live.name!r} is empty: there is nothing to go on from. "
                 "Feed some text or say something first."
             )
+        asked_s, waited_s = time.monotonic(), self._instruments.first_token_s
         params = resolve_seed(params)
         decoder, eos_ids = self._live.decoder(), self._live.eos_ids
         generation = Generation(params, decoder, eos_ids, intake.turn_stops)
@@ -149,15 +169,23 @@ class Turns:
                 if generation.finish_reason is not None:
                     # Waiting for the disk is the engine's thread's business, not the caller's.
                     yield Call(end_turn, is_aside=True)
+                    self._is_complete = True
+                # An answer begins with the turns that were said for it; what the caller does
+                # between two tokens is the caller's time.
+                waited_s.observe(time.monotonic() - asked_s + self._said_s)
+                self._said_s, waited_s = 0.0, self._instruments.next_token_s
                 yield delta
+                asked_s = time.monotonic()
         finally:
             if not ended:
                 end_turn()
 
     def say(self, text: str, role: str) -> Steps:
         """Add one turn, and compute it but for its last token."""
+        asked_s = time.monotonic()
         self._live.intake.turn(role, text)
         yield from self._compute_all()
+        self._said_s += time.monotonic() - asked_s
 
     def keep(self, text: str) -> Steps:
         """Add text to the sink tokens, and compute it."""

@@ -15,6 +15,7 @@ OWNERS = {
     "lmdb": {"tiers/ssd.py"},
     "zstandard": {"tiers/codec.py", "tiers/planes.py"},
     "isal": {"tiers/checksum.py"},
+    "prometheus_client": {"streamkv/metric_kinds.py", "streamkv/metrics.py", "streamkv/engine.py"},
     "transformers": {"streamkv/tokenizer.py"},
     "tokenizers": {"streamkv/tokenizer.py"},
 }

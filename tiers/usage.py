@@ -5,7 +5,7 @@ seen as 0 and not as missing. This module knows no tier.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -27,13 +27,21 @@ class Counters:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._values = dict.fromkeys(names, 0)
-        self._lock = threading.Lock()
+        # Whoever is collected as garbage in the middle of it may count, too, on the same thread.
+        self._lock = threading.RLock()
 
     def add(self, name: str, amount: int = 1) -> None:
         """Add `amount` to a counter that was named at the start."""
         with self._lock:
             assert name in self._values, f"no counter is called {name!r}"
             self._values[name] += amount
+
+    def add_all(self, amounts: Mapping[str, int]) -> None:
+        """Add to several counters at once: nobody sees some of it."""
+        with self._lock:
+            for name, amount in amounts.items():
+                assert name in self._values, f"no counter is called {name!r}"
+                self._values[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """A copy of all counters."""
