@@ -184,7 +184,7 @@ class StepLoop:
         try:
             with contextlib.suppress(EngineClosedError):
                 if awake:
-                    self.submit(Call(lambda: self._hold(sequence), sequence)).result()
+                    self._wait_to_hold(sequence)
                 else:
                     held: Future[None] = Future()
                     self.submit(Call(lambda: self._hold_as_it_is(sequence, held))).result()
@@ -195,6 +195,16 @@ class StepLoop:
             if is_held:
                 with contextlib.suppress(EngineClosedError):
                     self.submit(Call(lambda: self._release(sequence), is_aside=True))
+
+    def _wait_to_hold(self, sequence: Sequence) -> None:
+        """Hold a sequence once it is awake; whoever is interrupted meanwhile holds nothing."""
+        held = self.submit(Call(lambda: self._hold(sequence), sequence))
+        try:
+            held.result()
+        except BaseException:
+            if not held.cancel() and held.exception() is None:
+                self.submit(Call(lambda: self._release(sequence), is_aside=True))
+            raise
 
     def status(self, sequence: Sequence) -> tuple[str, int | None]:
         """Whether a session is awake, asleep or on its way, and its place in the queue."""
