@@ -66,13 +66,13 @@ def test_chunks_end_at_multiples_of_the_prefill_chunk(engine: Engine) -> None:
 
 def test_stats_never_count_more_tokens_than_there_are(engine: Engine) -> None:
     live = live_of(engine, "counted", "")
-    stats = live.stats()
+    stats = live.stats({}, "awake", None)
     assert (stats.num_tokens, stats.num_sink_tokens, stats.num_window_tokens) == (0, 0, 0)
     live.intake.accept([5, 6, 7])
-    stats = live.stats()
+    stats = live.stats({}, "awake", None)
     assert (stats.num_sink_tokens, stats.num_window_tokens, stats.num_computed) == (3, 3, 0)
     live.intake.accept([5] * 500)
-    stats = live.stats()
+    stats = live.stats({}, "awake", None)
     assert (stats.num_sink_tokens, stats.num_window_tokens) == (4, 128)
     assert stats.num_blocks == 0 and set(stats.tiers) == {"gpu", "cpu", "ssd"}
 
