@@ -29,6 +29,7 @@ from report import Report
 from serving_load import Conversation, conversations, made_up_texts, texts_of
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv.errors import PoolFullError
 
 SETTINGS = ("tiers", "cpu_only", "without")
 SHARES = (0.5, 0.9, 0.99)
@@ -109,9 +110,7 @@ async def opened(engine: Engine, name: str) -> Session:
     while True:
         try:
             return await asyncio.to_thread(engine.session, name)
-        except Exception as error:
-            if type(error).__name__ != "PoolFullError":
-                raise
+        except PoolFullError:
             await asyncio.sleep(0.02)
 
 
