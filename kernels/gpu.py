@@ -23,18 +23,28 @@ from streamkv.kernels.gpu_decode import (
     decode_rows,
     decode_scratch,
     decode_splits,
+    processors,
 )
 from streamkv.kernels.gpu_merge import merge
-from streamkv.kernels.gpu_prefill import prefill, prefill_launch, prefill_tiles
+from streamkv.kernels.gpu_prefill import (
+    TILE_COLUMNS,
+    PrefillScratch,
+    prefill,
+    prefill_launch,
+    prefill_scratch,
+    prefill_tiles,
+)
 from streamkv.kernels.gpu_shape import Launch, Shape, Softmax, check_layer, pdl_option, require
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.triton_copy import copy_kernel
 from streamkv.kernels.triton_write import write_kernel
 
 __all__ = [
+    "TILE_COLUMNS",
     "DecodeScratch",
     "Launch",
     "Observed",
+    "PrefillScratch",
     "Shape",
     "Softmax",
     "copy_blocks",
@@ -47,7 +57,9 @@ __all__ = [
     "plan_decode",
     "prefill",
     "prefill_launch",
+    "prefill_scratch",
     "prefill_tiles",
+    "processors",
     "write_kv",
 ]
 

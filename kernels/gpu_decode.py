@@ -123,7 +123,7 @@ def decode(
         return out, lse
     num_sequences, num_queries = table.num_sequences, q.shape[0] // table.num_sequences
     if scratch is None:
-        splits = decode_splits(shape, num_sequences, table.capacity, _processors(q.device))
+        splits = decode_splits(shape, num_sequences, table.capacity, processors(q.device))
         scratch = decode_scratch(shape, num_sequences, num_queries, splits, q.device)
     rows = decode_rows(shape, num_queries)
     _check_scratch(scratch, num_sequences * shape.num_kv_heads * rows, shape.head_dim)
@@ -182,7 +182,7 @@ def _check_scratch(scratch: DecodeScratch, num_rows: int, head_dim: int) -> None
     require("scratch", found, fits, f"Make it for {needed} rows, by `decode_scratch`.")
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; in the interpreter those of an H200, so that splits occur."""
     if device.type != "cuda":
         return 132

@@ -10,7 +10,9 @@ from streamkv.kernels.triton_merge import merge_kernel
 _ELEMENTS = 2048
 
 
-def merge(outs: Tensor, lses: Tensor, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merge(
+    outs: Tensor, lses: Tensor, sink_logits: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over disjoint sets of keys, from the attention over each of P sets.
 
     The softmax over all keys is the mean of the parts' results, weighted by exp(lse); as in
@@ -22,9 +24,11 @@ def merge(outs: Tensor, lses: Tensor, sink_logits: Tensor | None = None) -> tupl
             result holds there is not read.
         sink_logits: float [num_q_heads], a logit that takes weight once and gives no value; no part
             may have counted it.
+        out: [T, num_q_heads, head_dim], contiguous, in any of the types, to write to; made in the
+            type of `outs` if not given.
 
     Returns:
-        out in the type of `outs` and lse float32; zeros and -inf where no part saw anything.
+        out and lse float32; zeros and -inf where no part saw anything.
 
     Raises:
         ConfigError: a shape, stride or type that the kernel is not made for.
@@ -41,7 +45,10 @@ def merge(outs: Tensor, lses: Tensor, sink_logits: Tensor | None = None) -> tupl
     if sink_logits is not None:
         fits = sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
         require("sink_logits", list(sink_logits.shape), fits, f"Pass contiguous [{num_heads}].")
-    out = torch.empty(shape[1:], dtype=outs.dtype, device=outs.device)
+    if out is None:
+        out = torch.empty(shape[1:], dtype=outs.dtype, device=outs.device)
+    fits = list(out.shape) == shape[1:] and out.dtype in DTYPES and out.is_contiguous()
+    require("out", f"{out.dtype} {list(out.shape)}", fits, f"Pass contiguous {shape[1:]}.")
     lse = torch.empty(shape[1:3], dtype=torch.float32, device=outs.device)
     num_rows = num_tokens * num_heads
     if not num_rows:

@@ -3,8 +3,9 @@
 Queries are turned once, by their distance to the tile's first token (the anchor), and each block
 once, by the one angle from the anchor to its start: never one angle for each query and block. Where
 a sink entry has reached its cap the query is not turned, and the block is turned back by the cap; a
-tile in which the cap begins reads that entry twice, each time for its own rows. Which window
-entries a tile sees is in its row of `tiles`, so that blocks nobody sees are not visited.
+tile in which the cap begins reads that entry twice, each time for its own rows. Which entries a
+program sees is in its row of `tiles`, so that blocks nobody sees are not visited, and several
+programs may share the entries of a tile.
 """
 
 import triton
@@ -81,7 +82,6 @@ def prefill_kernel(
     first_valid,
     end_valid,
     num_sink_entries,
-    num_recalled_entries,
     window_sizes,
     query_starts,
     cos,
@@ -96,6 +96,7 @@ def prefill_kernel(
     q_token_stride,
     q_head_stride,
     capacity,
+    num_tokens,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -107,12 +108,13 @@ def prefill_kernel(
     HAS_SINK_LOGITS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """`tiles` int32 [num_tiles, 6]: of `gpu.prefill_tiles`."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    """`tiles` int32 [num_tiles, 9]: of `gpu.prefill_tiles`; part p of row t is row p * T + t."""
+    tile, head = tiles + tl.program_id(0) * 9, tl.program_id(1)
     dtype = q.dtype.element_ty
-    seq, first_query = tl.load(tiles + tile * 6), tl.load(tiles + tile * 6 + 1)
-    packed, count = tl.load(tiles + tile * 6 + 2), tl.load(tiles + tile * 6 + 3)
-    low, high = tl.load(tiles + tile * 6 + 4), tl.load(tiles + tile * 6 + 5)
+    seq, first_query = tl.load(tile), tl.load(tile + 1)
+    packed, count = tl.load(tile + 2), tl.load(tile + 3)
+    first_lasting, end_lasting = tl.load(tile + 4), tl.load(tile + 5)
+    low, high, part = tl.load(tile + 6), tl.load(tile + 7), tl.load(tile + 8)
     rows = tl.arange(0, ROWS)
     query, group = rows // GROUP, rows % GROUP
     d, slots = tl.arange(0, DIM_PAD), tl.arange(0, BLOCK)
@@ -135,7 +137,7 @@ def prefill_kernel(
     out = tl.zeros([ROWS, DIM_PAD], tl.float32)
     place = slots[:, None] * DIM + d[None, :]
     partner_place = slots[:, None] * DIM + partner[None, :]
-    for entry in range(0, num_sinks + tl.load(num_recalled_entries + seq)):
+    for entry in range(first_lasting, end_lasting):
         at = seq * capacity + entry
         start, cap = tl.load(starts + at), tl.load(caps + at)
         first, end = tl.load(first_valid + at), tl.load(end_valid + at)
@@ -192,7 +194,9 @@ def prefill_kernel(
         out, best = out * shrink[:, None], higher
     is_seen = total > 0.0
     out = out / tl.where(is_seen, total, 1.0)[:, None]
-    at = (packed + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head * GROUP + group
-    tl.store(out_rows + at[:, None] * DIM + d[None, :], out.to(dtype), mask=is_row_element)
+    at = part.to(tl.int64) * num_tokens + packed + query
+    at = at * (NUM_KV_HEADS * GROUP) + head * GROUP + group
+    out = out.to(out_rows.dtype.element_ty)
+    tl.store(out_rows + at[:, None] * DIM + d[None, :], out, mask=is_row_element)
     lse = (best + tl.log2(tl.where(is_seen, total, 1.0))) / LOG2E
     tl.store(lse_rows + at, tl.where(is_seen, lse, -float("inf")), mask=is_row)

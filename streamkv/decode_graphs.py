@@ -127,8 +127,7 @@ class DecodeGraphs:
         table = StepTable(bucket, self._capacity, self._pool)
         device = self._pool.device
         seen = torch.zeros(bucket, self._capacity, 4, dtype=torch.int32, device=device)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = gpu.decode_splits(self._shape, bucket, self._capacity, processors)
+        splits = gpu.decode_splits(self._shape, bucket, self._capacity, gpu.processors(device))
         scratch = gpu.decode_scratch(self._shape, bucket, 1, splits, device)
         table.write([])
 

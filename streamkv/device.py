@@ -163,5 +163,5 @@ def make_runner(adapter: ModelAdapter, pool: GpuPool, config: EngineConfig) -> S
         cache=cache_root(),
         observes=config.recall_blocks > 0,
         batch_invariant=config.batch_invariant,
-        chunk=min(config.mixed_chunk, config.prefill_chunk),
+        mixed_chunk=min(config.mixed_chunk, config.prefill_chunk),
     )

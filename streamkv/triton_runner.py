@@ -1,7 +1,8 @@
 """Runs a batch through the model on a GPU: the Triton kernels read blocks where they lie.
 
-A step of one query a sequence replays a captured graph; any other is run kernel by kernel, in one
-packed row, the sequences with one query first, so that one decode call serves them all. Nothing
+A step of one query a sequence, or of such and a short chunk, replays a captured graph; any other is
+run kernel by kernel, in one packed row, the sequences with one query first, so that one decode call
+serves them all. Nothing
 waits for the GPU until a result is read: tables, options and token ids travel from pinned memory,
 tokens are chosen on the device, and the next step reads them there. In Triton's interpreter all of
 this but the graphs runs on a CPU.
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
-from streamkv.chunk_graph import ChunkGraph
 from streamkv.decode_graphs import BUCKETS, DecodeGraphs, buckets_for
 from streamkv.device_copies import Stopwatch, to_device
 from streamkv.gpu_attention import GpuAttention
@@ -27,6 +27,7 @@ from streamkv.gpu_sampling import Draw, GpuSampler
 from streamkv.kernels import gpu
 from streamkv.kernels.rope import RopeTables
 from streamkv.kernels.rows import score
+from streamkv.mixed_graphs import MixedGraphs, MixedStep, Parts, mixed_buckets_for
 from streamkv.model import ModelAdapter
 from streamkv.model_attention import Attend
 from streamkv.observed_queries import ObservedQueries
@@ -61,7 +62,7 @@ class TritonRunner:
         cache: directory for what was measured on this device.
         observes: captured steps keep queries of sequences that are observed; others always do.
         batch_invariant: what a sequence computes does not depend on who is beside it, to the bit.
-        chunk: tokens of a chunk that has a graph of its own, if decode steps have; 0: none has.
+        mixed_chunk: tokens of the longest chunk that has a graph with those who decode; 0: none.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class TritonRunner:
         cache: Path | None = None,
         observes: bool = False,
         batch_invariant: bool = False,
-        chunk: int = 0,
+        mixed_chunk: int = 0,
     ) -> None:
         self._is_invariant = batch_invariant
         self.model = model
         self._observes = observes
         self._observers: dict[int, ObservedQueries] = {}
         self.max_sequences = min(max_sequences, BUCKETS[-1])
-        num_rows = max(buckets_for(self.max_sequences))
+        num_rows = max(buckets_for(self.max_sequences) + mixed_buckets_for(self.max_sequences))
         self._pool = pool
         self._device = pool.device
         num_positions = max(max_distance, max_chunk) + MARGIN
@@ -95,8 +96,8 @@ class TritonRunner:
         captures = capacity > 0 and self._device.type == "cuda"
         self._gpu_model = GpuModel(model, num_rows, cache, captures)
         self._graphs = self._capture(capacity) if captures else None
-        has_chunk = chunk > 0 and not (observes or batch_invariant)
-        self._chunk = self._capture_chunk(chunk, capacity or 64) if has_chunk else None
+        mixes = mixed_chunk > 0 and not batch_invariant
+        self._mixed = self._capture_mixed(mixed_chunk, capacity or 64) if mixes else None
 
     @property
     def has_graphs(self) -> bool:
@@ -130,7 +131,7 @@ class TritonRunner:
             captured = self._launch_graph(steps)
             if captured is not None:
                 return captured
-        if (flight := self._launch_with_chunk(steps)) is not None:
+        if (flight := self._launch_mixed(steps)) is not None:
             return flight
         watch = Stopwatch(self._device)
         # A packed row has the parts of one query first, whatever the batch's order.
@@ -174,27 +175,23 @@ class TritonRunner:
         self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
         return self._outputs.send(steps, list(range(len(steps))), logits, [None] * len(steps))
 
-    def _launch_with_chunk(self, steps: Many[SequenceStep]) -> GpuFlight | None:
-        """Tokens of sequences that decode, if any, and a chunk: each by a graph."""
+    def _launch_mixed(self, steps: Many[SequenceStep]) -> GpuFlight | None:
+        """Tokens of sequences that decode, if any, and a chunk, by one graph."""
         longer = [step for step in steps if step.query_len > 1]
-        if self._chunk is None or len(longer) != 1 or not self._chunk.fits(longer[0]):
+        if self._mixed is None or len(longer) != 1:
             return None
         singles = [step for step in steps if step.query_len == 1]
-        if singles and (
-            self._graphs is None
-            or any(step.wanted is Wanted.SCORES for step in singles)
-            or not self._graphs.fits(singles)
-        ):
+        mixed = MixedStep(singles, longer[0], self._targets(singles), self._targets(longer))
+        if not self._mixed.fits(mixed):
             return None
-        watch, logits = Stopwatch(self._device), None
-        if singles:
-            assert self._graphs is not None
-            staged = self._sampler.stage([_draw(step) for step in singles])
-            logits = self._graphs.launch(singles)
-            self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
-        self._chunk.launch(longer[0])
+        watch = Stopwatch(self._device)
+        with_logits = [*singles, longer[0]][: mixed.num_head_rows]
+        staged = self._sampler.stage([_draw(step) for step in with_logits])
+        logits = self._mixed.launch(mixed)
+        self._sampler.choose_cut(logits, staged, *self._chosen(len(logits)))
         rows = iter(range(len(singles)))
-        places = [next(rows) if step.query_len == 1 else None for step in steps]
+        last = len(singles) if mixed.num_head_rows > len(singles) else None
+        places = [next(rows) if step.query_len == 1 else last for step in steps]
         return self._outputs.send(steps, places, logits, [None] * len(steps), watch)
 
     def _targets(self, steps: Many[SequenceStep]) -> list[int]:
@@ -247,20 +244,28 @@ class TritonRunner:
         ]
         return torch.cat(found) if found else torch.empty(0, device=self._device)
 
-    def _capture_chunk(self, size: int, capacity: int) -> ChunkGraph | None:
+    def _capture_mixed(self, size: int, capacity: int) -> MixedGraphs | None:
         captures = self._graphs is not None
         if self._device.type == "cuda" and not captures:
             return None
+        model = Parts(
+            lambda ids, attend: self._gpu_model.hidden(ids, attend),
+            self.model.head,
+            lambda logits: self._sampler.choose(logits, *self._chosen(len(logits))),
+            self._outputs.ids,
+        )
         try:
-            return ChunkGraph(
-                self._gpu_model.hidden,
+            return MixedGraphs(
+                model,
                 self._pool,
                 self._rope,
                 self._softmax,
                 self._shape,
                 size,
+                self.max_sequences,
                 capacity,
                 captures,
+                self._observes,
             )
         # Whatever keeps it from being captured, chunks are computed in the way of all others.
         except Exception as error:

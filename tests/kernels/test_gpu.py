@@ -39,13 +39,17 @@ def decode(built: Built, splits: int | None = None) -> tuple[torch.Tensor, torch
     return gpu.decode(built.q, built.pools[0], LAYER, table, seen, rope, softmax, scratch)
 
 
-def prefill(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill(built: Built, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     batch, table = built.batch, built.table
     shape = Shape.of(built.pools[0], batch.num_q_heads, batch.rope())
     host = type(table)(*(getattr(table, name).cpu() for name in type(table).__slots__))
-    tiles = gpu.prefill_tiles(
-        host, built.query_starts.cpu(), built.num_queries, shape, gpu.prefill_launch(shape).rows
-    )
+    rows, starts = gpu.prefill_launch(shape).rows, built.query_starts.cpu()
+    tiles = gpu.prefill_tiles(host, starts, built.num_queries, shape, rows, parts)
+    scratch = None
+    if parts > 1:
+        scratch = gpu.prefill_scratch(shape, len(built.q), parts, DEVICE)
+        scratch.out.fill_(float("nan"))
+        scratch.lse.fill_(float("nan"))
     softmax = Softmax(batch.scale, batch.softcap, built.sink_logits)
     return gpu.prefill(
         built.q,
@@ -56,6 +60,7 @@ def prefill(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
         tiles.to(DEVICE),
         batch.rope(),
         softmax,
+        scratch=scratch,
     )
 
 
@@ -130,6 +135,20 @@ def test_prefill_of_every_kind_of_head(
     streams = (Stream(3 * B, B + 9, window_size=B + 2), Stream(7, 7), Stream(B + 1, 1))
     built = build(Batch(streams, num_kv_heads, group, head_dim, rotary_dim, dtype))
     built.check(prefill(built))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+@pytest.mark.parametrize("has_sink_logits", [False, True])
+@pytest.mark.parametrize("num_sinks", [0, 4, 2 * B + 3])
+def test_prefill_in_parts(parts: int, has_sink_logits: bool, num_sinks: int) -> None:
+    """Programs share the entries of a tile; some get none."""
+    streams = (
+        Stream(5 * B, B + 9, window_size=3 * B + 2, num_sinks=num_sinks),
+        Stream(7, 7, num_sinks=num_sinks),
+        Stream(B + 1, 1, num_sinks=num_sinks),
+    )
+    built = build(Batch(streams, has_sink_logits=has_sink_logits))
+    built.check(prefill(built, parts))
 
 
 @pytest.mark.parametrize("window_size", [1, B - 1, B, B + 1, 3 * B])

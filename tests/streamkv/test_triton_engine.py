@@ -3,17 +3,18 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from gpu_cases import DEVICE, ON_GPU
+from torch import Tensor
 
-from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv import Engine, EngineConfig, SamplingParams, Session, mixed_graphs
 from streamkv import engine as engine_module
-from streamkv.batch import SequenceStep
-from streamkv.chunk_graph import ChunkGraph
+from streamkv.mixed_graphs import MixedGraphs, MixedStep
 from streamkv.model import ModelAdapter
 from streamkv.tiers.gpu_pool import GpuPool
 from streamkv.triton_runner import TritonRunner
@@ -41,12 +42,12 @@ def config(**others: Any) -> EngineConfig:
 
 
 @contextmanager
-def triton_engine(model: Path, chunk: int = 0, **others: Any) -> Iterator[Engine]:
+def triton_engine(model: Path, mixed: int = 0, **others: Any) -> Iterator[Engine]:
     """An engine whose runner is Triton's, whatever the device of its pool.
 
     Args:
         model: directory.
-        chunk: tokens of a chunk with a way of its own; on a GPU that is `mixed_chunk`.
+        mixed: most tokens of a chunk in a step of the mixed kind; on a GPU `mixed_chunk` says it.
         others: options.
     """
     if ON_GPU:
@@ -55,9 +56,13 @@ def triton_engine(model: Path, chunk: int = 0, **others: Any) -> Iterator[Engine
         return
 
     def make(adapter: ModelAdapter, pool: GpuPool, options: EngineConfig) -> TritonRunner:
-        return TritonRunner(adapter, pool.data, adapter.trained_length, chunk=chunk)
+        return TritonRunner(
+            adapter, pool.data, adapter.trained_length, capacity=8, mixed_chunk=mixed
+        )
 
-    with mock.patch.object(engine_module, "make_runner", make):
+    # In the interpreter rows that nobody uses take as long as others.
+    few_rows = mock.patch.object(mixed_graphs, "MIXED_BUCKETS", (2,))
+    with mock.patch.object(engine_module, "make_runner", make), few_rows:
         engine = Engine(str(model), config(**others))
     with engine:
         yield engine
@@ -151,23 +156,25 @@ def test_scores_are_those_of_the_cpu(tiny_model_dir: Path) -> None:
     assert len(chunks) > 1 and by_chunks[1:] == pytest.approx(wanted[1:], abs=2e-4)
 
 
-def test_chunks_of_one_size_are_computed_like_all_others(
+@contextmanager
+def noted_steps() -> Iterator[list[MixedStep]]:
+    """The steps that were launched as a chunk beside single tokens."""
+    launched = []
+    launch = MixedGraphs.launch
+
+    def noting(self: MixedGraphs, step: MixedStep) -> Tensor:
+        launched.append(step)
+        return launch(self, step)
+
+    with mock.patch.object(MixedGraphs, "launch", noting):
+        yield launched
+
+
+def test_short_chunks_are_computed_like_all_others(
     tiny_model_dir: Path, expected: list[list[list[int | None]]]
 ) -> None:
-    """In a graph on a GPU, also beside sessions that decode; else by the same kernels in turn."""
-    launched = []
-    launch = ChunkGraph.launch
-
-    def noting(self: ChunkGraph, step: SequenceStep) -> None:
-        launched.append(step.query_len)
-        launch(self, step)
-
-    with (
-        mock.patch.object(ChunkGraph, "launch", noting),
-        triton_engine(tiny_model_dir, chunk=32, mixed_chunk=32) as engine,
-    ):
-        if not ON_GPU:
-            assert engine._runner._chunk is not None  # type: ignore[attr-defined]
+    """By a graph on a GPU, else by the same kernels in turn; the last one says what follows it."""
+    with noted_steps() as steps, triton_engine(tiny_model_dir, 32, mixed_chunk=32) as engine:
         found = []
         for index, text in enumerate(TEXTS):
             session = engine.session(str(index))
@@ -176,4 +183,35 @@ def test_chunks_of_one_size_are_computed_like_all_others(
             session.feed([" And then:"]).run()
             found.append([*turns, tokens(session, GREEDY)])
     assert found == expected
-    assert launched and set(launched) == {32}
+    lengths = {step.chunk.query_len for step in steps}
+    assert 32 in lengths and any(1 < length < 32 for length in lengths)
+    assert any(step.num_head_rows for step in steps)
+
+
+def test_a_chunk_beside_sessions_that_decode_is_computed_like_all_others(
+    tiny_model_dir: Path, expected: list[list[list[int | None]]]
+) -> None:
+    """So are they; each of them has read more than a window when its turn comes."""
+    with noted_steps() as steps, triton_engine(tiny_model_dir, 32, mixed_chunk=32) as engine:
+        talker, reader = engine.session("talker"), engine.session("reader")
+        talker.feed([TEXTS[0]]).run()
+
+        async def read() -> list[int | None]:
+            async for _ in reader.afeed([TEXTS[1]]):
+                pass
+            return (await all_tokens([reader], GREEDY))[0]
+
+        async def both() -> list[list[int | None]]:
+            return await asyncio.gather(
+                *(all_tokens([talker], replace(GREEDY, max_tokens=24)), read())
+            )
+
+        (talked,), found = asyncio.run(both())
+        assert found == expected[1][0]
+        assert talked[: len(expected[0][0])] == expected[0][0]
+        alone = engine.session("alone")
+        alone.feed([TEXTS[0]]).run()
+        assert tokens(alone, replace(GREEDY, max_tokens=24)) == talked
+    assert any(step.singles for step in steps)
+    # The feed's last chunk and the first token after it are one step with the talker's token.
+    assert any(step.singles and step.num_head_rows > len(step.singles) for step in steps)
