@@ -50,7 +50,7 @@ INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int pre
     for (int64_t k = 0; k < width; k += LANES) {
         vec rows[ROWS_OF_ONE];
         if (prefetch)
-            for (int r = 0; r < num_rows; r++) __builtin_prefetch(ahead + (r * width + k) * bytes, 0, 3);
+            for (int r = 0; r < num_rows; r++) ask(ahead + (r * width + k) * bytes);
         for (int r = 0; r < num_rows; r++) rows[r] = load(p->weights, at + r * width + k, type);
         for (int i = 0; i < num_inputs; i++) {
             vec xk = load_f32(x + i * p->stride + k);
