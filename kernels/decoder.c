@@ -92,7 +92,7 @@ INLINE void score_slots(const Model *m, int64_t base, int64_t value_base, int64_
     for (int k = 0; k < dim; k += LANES)
         for (int i = 0; i < count; i++) {
             const vec key = load(m->pool, base + (j + i) * dim + k, type);
-            __builtin_prefetch((const char *)m->pool + (value_base + (j + i) * dim + k) * bytes, 0, 3);
+            ask((const char *)m->pool + (value_base + (j + i) * dim + k) * bytes);
             for (int g = 0; g < group; g++) dots[i][g] += load_f32(turned + g * dim + k) * key;
         }
     for (int g = 0; g < group; g++) {
@@ -158,7 +158,7 @@ INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t he
                 for (int w = 0; w < wide; w++) {
                     const int64_t at = j * dim + k + w * LANES;
                     const vec value = load(m->pool, value_base + at, type);
-                    __builtin_prefetch(ahead + at * bytes, 0, 3);
+                    ask(ahead + at * bytes);
                     for (int g = 0; g < group; g++) sums[g][w] += scores[g][j] * value;
                 }
             for (int g = 0; g < group; g++)

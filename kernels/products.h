@@ -38,6 +38,24 @@ INLINE void put(const Product *p, int64_t input, int64_t row, float dot) {
     *out = p->add ? *out + y : y;
 }
 
+/* What a tile has summed, by fours: one at a time, adding up lanes takes an eighth of a tile's time. */
+INLINE void put_tile(const Product *p, int64_t input, int64_t row, vec (*sums)[ROWS_OF_ONE], int num_inputs,
+                     int num_rows) {
+    const int count = num_inputs * num_rows;
+#define SUM(at) sums[(at) / num_rows][(at) % num_rows]
+#pragma GCC unroll 6
+    for (int at = 0; at + 4 <= count; at += 4) {
+        float dots[4];
+        sum4(SUM(at), SUM(at + 1), SUM(at + 2), SUM(at + 3), dots);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) put(p, input + (at + i) / num_rows, row + (at + i) % num_rows, dots[i]);
+    }
+#pragma GCC unroll 3
+    for (int at = count / 4 * 4; at < count; at++)
+        put(p, input + at / num_rows, row + at % num_rows, sum(SUM(at)));
+#undef SUM
+}
+
 /* The inputs from `input` on with the rows from `row` on. */
 INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int prefetch, int num_inputs,
                  int num_rows) {
@@ -50,7 +68,7 @@ INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int pre
     for (int64_t k = 0; k < width; k += LANES) {
         vec rows[ROWS_OF_ONE];
         if (prefetch)
-            for (int r = 0; r < num_rows; r++) __builtin_prefetch(ahead + (r * width + k) * bytes, 0, 3);
+            for (int r = 0; r < num_rows; r++) ask(ahead + (r * width + k) * bytes);
         for (int r = 0; r < num_rows; r++) rows[r] = load(p->weights, at + r * width + k, type);
         for (int i = 0; i < num_inputs; i++) {
             vec xk = load_f32(x + i * p->stride + k);
@@ -58,10 +76,7 @@ INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int pre
             for (int r = 0; r < num_rows; r++) sums[i][r] += xk * rows[r];
         }
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < num_inputs; i++)
-#pragma GCC unroll 4
-        for (int r = 0; r < num_rows; r++) put(p, input + i, row + r, sum(sums[i][r]));
+    put_tile(p, input, row, sums, num_inputs, num_rows);
 }
 
 /* All inputs with TILE_ROWS rows, which are read from memory once. */
