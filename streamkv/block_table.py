@@ -97,6 +97,8 @@ class BlockTable:
         """Block indices that hold `[first_token, end_token)` and are not live."""
         first = first_token // self.block_size
         last = (end_token - 1) // self.block_size
+        if first == last:
+            return [] if first in self._blocks else [first]
         return [index for index in range(first, last + 1) if index not in self._blocks]
 
     def take_expired(self, window: Window, next_query: int) -> list[LiveBlock]:

@@ -425,12 +425,13 @@ class StepLoop:
             future.set_exception(error)
 
     def _admit_when_awake(self, job: Job) -> None:
-        self._just_served.discard(job.work.sequence)
-        if self._sleepers is None:
+        sequence = job.work.sequence
+        self._just_served.discard(sequence)
+        if self._sleepers is None or self._sleepers.is_at_work(sequence):
             self._admit(job)
             return
         self._sleepers.when_awake(
-            job.work.sequence,
+            sequence,
             lambda: self._admit(job),
             lambda error: self._refuse(job.future, error),
             lambda: not job.future.cancelled(),
