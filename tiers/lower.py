@@ -86,7 +86,8 @@ class LowerTiers:
         """Copy locked blocks of the cpu pool into gpu blocks; done when all are."""
         assert self._cpu is not None
         data = self._cpu.data
-        return self._transfer.promote_many([(data(block), at) for block, at in pairs])
+        # One by one: the first is under way while the others are looked up.
+        return self._transfer.promote_many((data(block), at) for block, at in pairs)
 
     def unlock_many(self, blocks: Sequence[CpuBlock]) -> None:
         """The copies of locked blocks have finished."""
