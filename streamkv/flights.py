@@ -53,7 +53,7 @@ class Job:
     asked_s: float | None = None
 
     def launched(self) -> None:
-        """Its last step is under way: from now on the result goes to a future of its own."""
+        """Its last step is under way: from now on the result goes to a reply of its own."""
         waiting, self.future = self.future, Reply()
         waiting.set_result(self.future)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as WaitedTooLong
-from typing import Generic, Self, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Reply(Generic[T]):
         self._state = _PENDING
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Self], object]] | None = None
+        self._callbacks: list[Callable[[Reply[T]], object]] | None = None
         self._arrived: threading.Event | None = None
 
     def set_running_or_notify_cancel(self) -> bool:
@@ -100,7 +100,7 @@ class Reply(Generic[T]):
             arrived = self._arrived
         return arrived.wait(timeout_s)
 
-    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+    def add_done_callback(self, callback: Callable[["Reply[T]"], object]) -> None:
         """Have it called with this once it is done: where that happens, or at once.
 
         Args:

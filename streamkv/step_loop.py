@@ -1,6 +1,6 @@
 """The engine's own thread: schedule, launch, land.
 
-Callers on any thread submit a `Compute` or a `Call` and get a future. Everything that touches the
+Callers on any thread submit a `Compute` or a `Call` and get a reply. Everything that touches the
 model, the pools or a journal in the course of a step happens on this one thread, so none of it
 needs a lock. A step that fails fails its own caller and nobody else.
 """
@@ -324,15 +324,15 @@ class StepLoop:
             self._carry_out(calls, jobs)
         except BaseException as error:
             # A mistake of our own: nobody else knows of these any more.
-            for future in [*(future for _, future in calls), *(job.future for job in jobs)]:
-                if not future.done():
-                    future.set_exception(error)
+            for reply in [*(reply for _, reply in calls), *(job.future for job in jobs)]:
+                if not reply.done():
+                    reply.set_exception(error)
             raise
         return True
 
     def _carry_out(self, calls: list[tuple[Call, Reply[Any]]], jobs: list[Job]) -> None:
-        for call, future in calls:
-            self._call_when_awake(call, future)
+        for call, reply in calls:
+            self._call_when_awake(call, reply)
         for job in jobs:
             self._admit_when_awake(job)
         if not self._is_flying():
@@ -420,9 +420,9 @@ class StepLoop:
         if self._jobs.pop(job.work, None) is not None and self._sleepers is not None:
             self._sleepers.end_job(job.work.sequence)
 
-    def _refuse(self, future: Reply[Any], error: BaseException) -> None:
-        if not future.done():
-            future.set_exception(error)
+    def _refuse(self, reply: Reply[Any], error: BaseException) -> None:
+        if not reply.done():
+            reply.set_exception(error)
 
     def _admit_when_awake(self, job: Job) -> None:
         sequence = job.work.sequence
@@ -465,28 +465,28 @@ class StepLoop:
         else:
             self._scheduler.add(work)
 
-    def _call_when_awake(self, call: Call, future: Reply[Any]) -> None:
+    def _call_when_awake(self, call: Call, reply: Reply[Any]) -> None:
         if self._sleepers is None or call.sequence is None:
-            self._call(call, future)
+            self._call(call, reply)
             return
         self._sleepers.when_awake(
             call.sequence,
-            lambda: self._call(call, future),
-            lambda error: self._refuse(future, error),
-            lambda: not future.cancelled(),
+            lambda: self._call(call, reply),
+            lambda error: self._refuse(reply, error),
+            lambda: not reply.cancelled(),
         )
 
-    def _call(self, call: Call, future: Reply[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
+    def _call(self, call: Call, reply: Reply[Any]) -> None:
+        if not reply.set_running_or_notify_cancel():
             return
         if not call.is_aside and self._given_flights is not None:
             # A call may give blocks back, or read what a step writes.
             self._flights.drain()
             self._wake_all()
         try:
-            future.set_result(call.function())
+            reply.set_result(call.function())
         except BaseException as error:
-            future.set_exception(error)
+            reply.set_exception(error)
 
     def _launch(self) -> None:
         taken = self._scheduler.schedule(
@@ -558,7 +558,7 @@ class StepLoop:
         for job in [*self._jobs.values(), *self._inbox]:
             if not job.future.done():
                 job.future.set_exception(error)
-        for _, future in self._calls:
-            if not future.done():
-                future.set_exception(error)
+        for _, reply in self._calls:
+            if not reply.done():
+                reply.set_exception(error)
         self._jobs.clear()
