@@ -17,12 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from streamkv.entry_columns import EntryColumns, Int64s, have_sinks, in_order, listed, plain
 from streamkv.recalled import RecalledBlocks
 from streamkv.table_entry import TableEntry
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import NO_CAP, Window
 
 __all__ = ["BlockTable", "Entries", "LiveBlock", "TableEntry"]
+
+
+_MadeFor = tuple[int, Window, int, int]
+"""Version of a table, window and queries that columns were made for."""
 
 
 class Entries(NamedTuple):
@@ -61,6 +68,7 @@ class BlockTable:
         self.recalled = RecalledBlocks(block_size)
         self._version = 0
         self._blocks: dict[int, LiveBlock] = {}
+        self._made: tuple[_MadeFor, EntryColumns] | None = None
 
     @property
     def version(self) -> int:
@@ -89,6 +97,8 @@ class BlockTable:
         """Block indices that hold `[first_token, end_token)` and are not live."""
         first = first_token // self.block_size
         last = (end_token - 1) // self.block_size
+        if first == last:
+            return [] if first in self._blocks else [first]
         return [index for index in range(first, last + 1) if index not in self._blocks]
 
     def take_expired(self, window: Window, next_query: int) -> list[LiveBlock]:
@@ -147,18 +157,60 @@ class BlockTable:
         size = self.block_size
         first_visible = window.first_visible(query_start)
         for index, block in self._blocks.items():
-            start = index * size
-            end = min(start + size, query_end)
-            for low, high in window.sinks_in(start, end):
-                cap = self.recalled.sink_cap(window, low) + (low - start)
-                sinks.append(
-                    TableEntry("gpu", block.block_id, start, cap, low - start, high - start)
-                )
-            if end <= first_visible:
-                continue
-            for low, high in window.others_in(start, end):
-                if high > first_visible:
-                    recent.append(
-                        TableEntry("gpu", block.block_id, start, NO_CAP, low - start, high - start)
-                    )
+            if index * size >= query_end:
+                break
+            self._show(window, block, first_visible, query_end, sinks, recent)
         return Entries(sinks, self.recalled.entries(window, query_end), recent)
+
+    def columns(self, window: Window, query_start: int, query_end: int) -> EntryColumns:
+        """The same as arrays, which nobody writes to; made once for as long as nothing changes."""
+        made_for = (self.version, window, query_start, query_end)
+        if self._made is None or self._made[0] != made_for:
+            self._made = made_for, self._columns(window, query_start, query_end)
+        return self._made[1]
+
+    def _columns(self, window: Window, query_start: int, query_end: int) -> EntryColumns:
+        size, count = self.block_size, len(self._blocks)
+        starts = np.fromiter(self._blocks, np.int64, count) * size
+        block_ids = np.fromiter(
+            [block.block_id for block in self._blocks.values()], np.int64, count
+        )
+        first_visible = window.first_visible(query_start)
+        are_cut = have_sinks(window, starts, size)
+        ends = np.minimum(starts + size, query_end)
+        are_plain = ~are_cut & (starts < query_end) & (ends > first_visible)
+        recent = plain(block_ids[are_plain], starts[are_plain], NO_CAP, ends[are_plain])
+        sinks, others = list[TableEntry](), list[TableEntry]()
+        for start in starts[are_cut & (starts < query_end)].tolist():
+            block = self._blocks[start // size]
+            self._show(window, block, first_visible, query_end, sinks, others)
+        if others:
+            recent = in_order(listed(others), recent)
+        recalled = self.recalled.columns(window, query_end)
+        parts: list[Int64s] = [listed(sinks), recalled, recent]
+        return EntryColumns(np.concatenate(parts, axis=1), len(sinks), recalled.shape[1])
+
+    def _show(
+        self,
+        window: Window,
+        block: LiveBlock,
+        first_visible: int,
+        query_end: int,
+        sinks: list[TableEntry],
+        recent: list[TableEntry],
+    ) -> None:
+        """Append what a block shows to queries that come after its first token."""
+        start = block.block_index * self.block_size
+        end = min(start + self.block_size, query_end)
+        found = window.sinks_in(start, end)
+        for low, high in found:
+            cap = self.recalled.sink_cap(window, low) + (low - start)
+            sinks.append(TableEntry("gpu", block.block_id, start, cap, low - start, high - start))
+        if end <= first_visible:
+            return
+        others = window.others_in(start, end) if found else [(start, end)]
+        for low, high in others:
+            if high > first_visible:
+                recent.append(
+                    TableEntry("gpu", block.block_id, start, NO_CAP, low - start, high - start)
+                )

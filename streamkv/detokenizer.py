@@ -53,22 +53,22 @@ class IncrementalDecoder:
     ) -> None:
         self._tokens = tokens
         self._skipped = tokens.special_ids if skip_special else frozenset()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = b""
         self._strip = tokens.leading_space
         self._take_previous(previous)
 
     @property
     def pending(self) -> bytes:
         """The bytes held back: the start of a character, at most three bytes."""
-        return self._utf8.getstate()[0]
+        return self._pending
 
     def push(self, token_id: int) -> str:
         """The text that became certain; empty while a character is incomplete."""
-        return self._utf8.decode(self._bytes(token_id))
+        return self._decode(self._bytes(token_id))
 
     def flush(self) -> str:
         """What is left of an incomplete character: U+FFFD, or nothing."""
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
 
     def _take_previous(self, previous: Sequence[int]) -> None:
         kept, num_bytes = list[bytes](), 0
@@ -80,7 +80,13 @@ class IncrementalDecoder:
                 num_bytes += len(kept[-1])
         if kept:
             self._strip = LeadingSpace.KEEP
-            self._utf8.decode(b"".join(reversed(kept)))
+            self._decode(b"".join(reversed(kept)))
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        data = self._pending + data
+        text, num_used = codecs.utf_8_decode(data, "replace", final)
+        self._pending = data[num_used:]
+        return text
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:

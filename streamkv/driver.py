@@ -3,7 +3,7 @@
 What a session does is written once, as a generator that yields
 
     Compute, Call    an operation of the engine's thread; its result is sent back
-    Future           what an operation handed back before its end; its result is sent back
+    Reply            what an operation handed back before its end; its result is sent back
     NEED_ITEM        the next item of the user's iterable, or END
     anything else    an output for the user
 
@@ -17,11 +17,11 @@ import contextlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from streamkv.errors import SessionError, StreamKVError
+from streamkv.reply import Reply
 from streamkv.step_loop import Call, Compute, StepLoop
 
 T = TypeVar("T")
@@ -38,6 +38,8 @@ NEED_ITEM = Signal.NEED_ITEM
 END = Signal.END
 
 Steps = Generator[Any, Any, None]
+
+_OPERATIONS = (Compute, Call)
 
 
 class Turnstile:
@@ -119,7 +121,7 @@ class _Run(Generic[T]):
         self._ended = False
         self._ended_by: StreamKVError | None = None
         self._is_closed = False
-        self._step: Future[Any] | None = None
+        self._step: Reply[Any] | None = None
 
     def _enter(self) -> None:
         self._gate.enter(self, first=not self._started)
@@ -129,7 +131,7 @@ class _Run(Generic[T]):
         """Wait for the step that was left behind when the wait for it was broken off."""
         if self._step is not None:
             self._step.cancel()
-            wait([self._step])
+            self._step.wait()
 
     def finish(self, ended_by: StreamKVError | None = None) -> None:
         """Close the generator: it journals that the operation ended here.
@@ -181,9 +183,9 @@ class Outputs(_Run[T], Iterator[T]):
         output = next(self._steps)
         while True:
             try:
-                if isinstance(output, Compute | Call):
+                if isinstance(output, _OPERATIONS):
                     answer = self._wait(self._loop.submit(output))
-                elif isinstance(output, Future):
+                elif isinstance(output, Reply):
                     answer = self._wait(output)
                 elif output is NEED_ITEM:
                     answer = next(self._items, END)
@@ -194,14 +196,14 @@ class Outputs(_Run[T], Iterator[T]):
             else:
                 output = self._steps.send(answer)
 
-    def _wait(self, future: "Future[Any]") -> Any:
+    def _wait(self, reply: Reply[Any]) -> Any:
         """Result of a step. An interrupt is raised only once the step, which goes on, has ended."""
         try:
-            return future.result()
+            return reply.result()
         except BaseException:
-            if not future.done() and not future.cancel():
-                self._step = future
-                future.exception()
+            if not reply.done() and not reply.cancel():
+                self._step = reply
+                reply.exception()
             raise
 
     def close(self) -> None:
@@ -248,13 +250,22 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
             self._gate.leave()
 
     async def _advance(self) -> T:
+        loop = self._loop
         output = _resume(self._steps, None)
         while True:
             try:
-                if isinstance(output, Compute | Call):
-                    answer = await self._await(self._loop.submit(output))
-                elif isinstance(output, Future):
-                    answer = await self._await(output)
+                if isinstance(output, _OPERATIONS):
+                    output = loop.submit(output)
+                if isinstance(output, Reply):
+                    try:
+                        answer = await loop.waiter(output)
+                    except asyncio.CancelledError:
+                        await self._see_step_through(output)
+                        raise
+                    except GeneratorExit:
+                        if not output.done():
+                            self._step = output
+                        raise
                 elif output is NEED_ITEM:
                     answer = await self._next_item()
                 elif output is END:
@@ -268,22 +279,19 @@ class AsyncOutputs(_Run[T], AsyncIterator[T]):
             else:
                 output = _resume(self._steps, answer)
 
-    async def _await(self, future: "Future[Any]") -> Any:
-        """Result of a step. A cancelled task first sees its step through."""
-        try:
-            return await self._loop.waiter(future)
-        except asyncio.CancelledError:
-            # What has not begun need not: it waits for the session to wake.
-            future.cancel()
-            # However often it is cancelled: until then the step is about the session's tokens.
-            while not future.done():
+    async def _see_step_through(self, reply: Reply[Any]) -> None:
+        """Wait for a step whose caller was cancelled."""
+        # What has not begun need not: it waits for the session to wake.
+        reply.cancel()
+        # However often it is cancelled: until then the step is about the session's tokens.
+        while not reply.done():
+            try:
                 with contextlib.suppress(Exception, asyncio.CancelledError):
-                    await self._loop.waiter(future)
-            raise
-        except GeneratorExit:
-            if not future.done():
-                self._step = future
-            raise
+                    await self._loop.waiter(reply)
+            except GeneratorExit:
+                if not reply.done():
+                    self._step = reply
+                raise
 
     async def _next_item(self) -> Any:
         if isinstance(self._items, AsyncIterator):

@@ -242,8 +242,9 @@ class Executor:
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens whose KV exists as computed; seal full blocks, then drop expired ones."""
         before = sequence.num_computed // sequence.block_size
-        for block_id, key in sequence.advance(num_tokens):
-            self._tiers.seal(block_id, key)
+        if num_tokens > 0:
+            for block_id, key in sequence.advance(num_tokens):
+                self._tiers.seal(block_id, key)
         # What recall makes of a new mode depends on whether everything is attended.
         if self.full is not None:
             self.full.after_step(sequence)

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from streamkv.batch import Batch, Flight, SequenceStep, StepResult, Wanted
 from streamkv.errors import StreamKVError
 from streamkv.operations import Compute
+from streamkv.reply import Reply
 from streamkv.scheduler import Work
 from streamkv.sequence import Sequence
 from streamkv.window import Window
@@ -48,13 +48,13 @@ class Job:
 
     operation: Compute
     work: Work
-    future: "Future[Any]"
+    future: Reply[Any]
     scores: list[Tensor] = field(default_factory=list)
     asked_s: float | None = None
 
     def launched(self) -> None:
-        """Its last step is under way: from now on the result goes to a future of its own."""
-        waiting, self.future = self.future, Future()
+        """Its last step is under way: from now on the result goes to a reply of its own."""
+        waiting, self.future = self.future, Reply()
         waiting.set_result(self.future)
 
 

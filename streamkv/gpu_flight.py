@@ -4,6 +4,7 @@ Results are copied into pinned memory behind the step, and an event marks their 
 more sets of buffers than steps under way, and a step is read before its set is used again.
 """
 
+import math
 from collections.abc import Sequence as Many
 
 import torch
@@ -88,6 +89,8 @@ class GpuFlight:
 
 
 def _token(step: SequenceStep, token_id: int, margin: float, highest: float) -> StepResult:
+    if math.isfinite(highest):
+        return StepResult(token=SampledToken(token_id, margin))
     try:
         GpuSampler.check(highest, step.start + step.query_len)
     except ModelError as error:

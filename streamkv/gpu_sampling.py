@@ -6,7 +6,7 @@ in one copy from pinned memory, and damaged logits are reported by `GpuSampler.c
 has read `out_info`. It knows neither sessions nor the model.
 """
 
-import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -77,9 +77,7 @@ class GpuSampler:
         self._scratch = gpu_sample.sample_scratch(vocab_size, max_rows, device)
         self._columns = torch.zeros(_NUM_COLUMNS, max_rows, dtype=torch.int64, device=device)
         is_cuda = self._columns.is_cuda
-        self._buffers = itertools.cycle(
-            [_HostBuffer(max_rows, is_cuda) for _ in range(_NUM_BUFFERS)]
-        )
+        self._buffers = deque(_HostBuffer(max_rows, is_cuda) for _ in range(_NUM_BUFFERS))
         self._serial = 0
         columns: list[Tensor] = list(self._columns)
         for index in _FLOATS:
@@ -99,14 +97,20 @@ class GpuSampler:
         Raises:
             ConfigError: a draw takes noise and has no seed.
         """
-        cut = [row for row, draw in enumerate(draws) if self._is_cut(draw.params)]
-        # Refused before a buffer is taken, so that a bad draw leaves nothing half written.
-        columns = [*_row_columns(draws, self._vocab_size), *self._cut_columns(draws, cut)]
-        buffer = next(self._buffers)
-        buffer.write(columns)
+        params = [draw.params for draw in draws]
+        buffer = self._buffers[0]
+        if buffer.params == params:
+            # As the step before the last: sessions go on with the same options.
+            buffer.write_indices([draw.token_index for draw in draws])
+        else:
+            cut = [row for row, each in enumerate(params) if self._is_cut(each)]
+            # Refused before a buffer is written, so that a bad draw leaves nothing half written.
+            columns = [*_row_columns(draws, self._vocab_size), *self._cut_columns(draws, cut)]
+            buffer.write(columns, params, len(cut))
+        self._buffers.rotate(-1)
         buffer.send(self._columns)
         self._serial += 1
-        return Staged(self._serial, len(draws), len(cut))
+        return Staged(self._serial, len(draws), buffer.num_cut)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, staged: Staged, out_ids: Tensor, out_info: Tensor) -> None:
@@ -160,7 +164,12 @@ class GpuSampler:
 
 
 class _HostBuffer:
-    """One set of columns in host memory, not rewritten while a copy from it is pending."""
+    """One set of columns in host memory, not rewritten while a copy from it is pending.
+
+    Attributes:
+        params: options of the rows that it has.
+        num_cut: how many of them have a top_k or top_p.
+    """
 
     def __init__(self, max_rows: int, is_cuda: bool) -> None:
         shape = (_NUM_COLUMNS, max_rows)
@@ -172,13 +181,32 @@ class _HostBuffer:
             row.view(np.float64) if index in _FLOATS else row for index, row in enumerate(words)
         ]
 
-    def write(self, columns: Iterable[list[int] | list[float]]) -> None:
+        self.params: list[SamplingParams] = []
+        self.num_cut = 0
+
+    def write(
+        self,
+        columns: Iterable[list[int] | list[float]],
+        params: list[SamplingParams],
+        num_cut: int,
+    ) -> None:
         """Write each column from its first row on; rows beyond the draws become padding."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._wait()
+        # Whatever goes wrong on the way, nobody takes what it has for these.
+        self.params = []
         self._views[_KIND].fill(PADDING)
         for view, column in zip(self._views, columns, strict=True):
             view[: len(column)] = column
+        self.params, self.num_cut = params, num_cut
+
+    def write_indices(self, token_indices: list[int]) -> None:
+        """Write where the draws are in their streams; all else stays as it was."""
+        self._wait()
+        self._views[_INDEX][: len(token_indices)] = token_indices
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def send(self, target: Tensor) -> None:
         """Copy to the device, in the order of its current stream."""

@@ -291,9 +291,11 @@ class Intake:
             QuotaError: the session would have more tokens than it may.
             JournalError: it could not be written.
         """
-        self.require_room(1)
-        self._write(Generated((token_id,)))
-        self._add("generated_tokens", (token_id,))
+        if self.tokens_allowed is not None:
+            self.require_room(1)
+        ids = (token_id,)
+        self._write(Generated(ids))
+        self._add("generated_tokens", ids)
 
     def _ends_with_end_marker(self) -> bool:
         recent = self._sequence.recent_ids
@@ -328,7 +330,8 @@ class Intake:
 
     def _write(self, *records: Record) -> None:
         with self.lock:
-            self.require_open()
+            if self._closed:
+                self.require_open()
             self._append(*records)
 
     def _append(self, *records: Record) -> None:

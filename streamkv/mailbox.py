@@ -7,8 +7,9 @@ loop's mailbox, and the loop is woken once for all that a step returned.
 
 import asyncio
 from collections import deque
-from concurrent.futures import Future
 from typing import Any
+
+from streamkv.reply import Reply
 
 
 class Mailbox:
@@ -20,11 +21,11 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._arrived: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
+        self._arrived: deque[tuple[asyncio.Future[Any], Reply[Any]]] = deque()
 
-    def put(self, waiter: "asyncio.Future[Any]", future: "Future[Any]") -> None:
-        """A future that `waiter` waits for is done; `wake` says so. From any thread."""
-        self._arrived.append((waiter, future))
+    def put(self, waiter: "asyncio.Future[Any]", reply: Reply[Any]) -> None:
+        """A reply that `waiter` waits for is done; `wake` says so. From any thread."""
+        self._arrived.append((waiter, reply))
 
     def wake(self) -> None:
         """Let the loop find what has arrived. From any thread; a closed loop waits for nothing."""
@@ -37,15 +38,15 @@ class Mailbox:
 
     def _hand_out(self) -> None:
         while self._arrived:
-            waiter, future = self._arrived.popleft()
+            waiter, reply = self._arrived.popleft()
             if waiter.done():
                 continue
-            if future.cancelled():
+            if reply.cancelled():
                 waiter.cancel()
-            elif (error := future.exception()) is not None:
+            elif (error := reply.exception()) is not None:
                 waiter.set_exception(_raisable(error))
             else:
-                waiter.set_result(future.result())
+                waiter.set_result(reply.result())
 
 
 def _raisable(error: BaseException) -> BaseException:

@@ -17,13 +17,13 @@ class Compute:
     Attributes:
         sequence: whose tokens.
         num_tokens: how many.
-        wanted: NOTHING: the future's result is `None`; SCORES: float32 [n] log-probabilities;
+        wanted: NOTHING: the reply's result is `None`; SCORES: float32 [n] log-probabilities;
             LOGITS: what `on_logits` returns, or a `SampledToken` chosen by `params`.
         on_logits: called on the engine's thread with float32 [vocab_size], unless the device
             chose.
         after_step: called on the engine's thread after each step, blocks already sealed.
         params: with LOGITS: how the device may choose the token itself.
-        resolves_at_launch: with SCORES: the future's result is another future, of the scores; it is
+        resolves_at_launch: with SCORES: the reply's result is another reply, of the scores; it is
             there as soon as the last step was launched and its tokens count as computed, so that
             more of the same sequence can be asked for.
     """
@@ -42,7 +42,7 @@ class Call:
     """Run a function on the engine's thread, between two steps.
 
     Attributes:
-        function: to be run; the future's result is what it returns.
+        function: to be run; the reply's result is what it returns.
         sequence: that is to be awake then; `None`: none needs to be.
         is_aside: it touches no blocks, so that it need not wait for steps under way.
     """

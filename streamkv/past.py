@@ -138,13 +138,17 @@ class TextMarks:
                 self._num_held = 0
                 self._add(len(ids))
             case Generated(ids):
-                self._add(len(ids))
+                self.add_generated(len(ids))
             case Given(kind, ids):
                 if kind is GivenKind.TEMPLATE and self._first_turn is None:
                     self._first_turn = self._num_tokens
                 self._add(len(ids))
             case Rewound():
                 self._cut(rewound=record)
+
+    def add_generated(self, num_tokens: int) -> None:
+        """Take in so many tokens that the model chose: `apply` for the record of them."""
+        self._add(num_tokens)
 
     def at(self, token_index: int) -> TextMark:
         """What is known of the text before a token of the stream, or its end."""
@@ -226,12 +230,19 @@ class MemoryPast:
     def append(self, *records: Record) -> None:
         """Take in what happened next."""
         for record in records:
+            if type(record) is Generated:
+                # By far the most: one for each token of an answer.
+                if self._ids is not None:
+                    self.marks.add_generated(len(record.ids))
+                self.state.in_answer = True
+                self._add(record.ids)
+                continue
             if self._ids is not None:
                 self.marks.apply(record)
             if not isinstance(record, Turn | Chosen | Kept):
-                self.state.in_answer = isinstance(record, Generated)
+                self.state.in_answer = False
             match record:
-                case Fed(_, _, ids) | Flushed(ids) | Generated(ids) | Given(_, ids):
+                case Fed(_, _, ids) | Flushed(ids) | Given(_, ids):
                     self._add(ids)
                 case Kept():
                     self.state.kept.append(record)

@@ -21,6 +21,12 @@ MAX_BLOCKS_AHEAD = 1024
 """Blocks to come that are looked for at a time; bounds the time of a look."""
 
 
+def has_block_ahead(stream: Stream) -> bool:
+    """Whether the pending tokens fill a block, as far as `keys_ahead` looks: else it finds none."""
+    end = stream.num_computed + stream.num_pending - 1 - stream.look_back
+    return end // stream.block_size > stream.num_computed // stream.block_size
+
+
 def keys_ahead(stream: Stream, known: Sequence[BlockKey] = ()) -> list[BlockKey]:
     """Keys of the blocks that the pending tokens will fill, the open block first.
 

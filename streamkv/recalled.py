@@ -14,6 +14,9 @@ by block, so that the order inside a block stays. Pure bookkeeping.
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
+import numpy as np
+
+from streamkv.entry_columns import Int64s, have_sinks, in_order, listed, plain
 from streamkv.table_entry import TableEntry
 from streamkv.window import NO_CAP, Window
 
@@ -84,15 +87,45 @@ class RecalledBlocks:
     def entries(self, window: Window, query_end: int) -> list[TableEntry]:
         """Entries for queries before `query_end`."""
         found: list[TableEntry] = []
-        # What the newest of these queries sees beyond its window.
-        end_visible = query_end - window.window_size
-        for rank, (index, block_id) in enumerate(self._blocks.items()):
-            start = index * self.block_size
-            cap = self._cap(window, rank)
-            for low, high in window.others_in(start, start + self.block_size):
-                if low < end_visible:
-                    found.append(TableEntry("gpu", block_id, start, cap, low - start, high - start))
+        for rank, index in enumerate(self._blocks):
+            found.extend(self._shown(window, query_end, rank, index))
         return found
+
+    def columns(self, window: Window, query_end: int) -> Int64s:
+        """The same as arrays: int64 [5, n], see `EntryColumns`."""
+        size, count = self.block_size, len(self._blocks)
+        if not count:
+            return listed(())
+        starts = np.fromiter(self._blocks, np.int64, count) * size
+        block_ids = np.fromiter(self._blocks.values(), np.int64, count)
+        are_cut = have_sinks(window, starts, size)
+        are_plain = ~are_cut & (starts < query_end - window.window_size)
+        ranks = np.nonzero(are_plain)[0]
+        starts = starts[ranks]
+        # Alike, or in equal steps from the oldest to the newest.
+        oldest = self._cap(window, 0)
+        step = self._cap(window, 1) - oldest
+        found = plain(block_ids[ranks], starts, oldest + step * ranks, starts + size)
+        if not are_cut.any():
+            return found
+        indices = list(self._blocks)
+        cut = [
+            entry
+            for rank in np.nonzero(are_cut)[0].tolist()
+            for entry in self._shown(window, query_end, rank, indices[rank])
+        ]
+        return in_order(listed(cut), found)
+
+    def _shown(self, window: Window, query_end: int, rank: int, index: int) -> list[TableEntry]:
+        """Entries of one block."""
+        start, cap, block_id = index * self.block_size, self._cap(window, rank), self._blocks[index]
+        # What the newest of the queries sees beyond its window.
+        end_visible = query_end - window.window_size
+        return [
+            TableEntry("gpu", block_id, start, cap, low - start, high - start)
+            for low, high in window.others_in(start, start + self.block_size)
+            if low < end_visible
+        ]
 
     def _cap(self, window: Window, rank: int) -> int:
         if self.policy == "absolute":

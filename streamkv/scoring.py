@@ -7,7 +7,6 @@ reaches; only then are its scores waited for and handed out.
 """
 
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from streamkv.driver import Steps
 from streamkv.live import LiveStream
 from streamkv.operations import Compute
 from streamkv.outputs import ChunkScores
+from streamkv.reply import Reply
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Chunk:
 
     token_index: int
     token_ids: list[int]
-    scores: "Future[Any]"
+    scores: Reply[Any]
 
 
 class ChunkScoring:

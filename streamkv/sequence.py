@@ -55,6 +55,7 @@ class Sequence:
     Attributes:
         seq_id: which sequence of the engine.
         window: in force for the next token to compute.
+        block_size: tokens per block.
         table: live blocks.
         num_tokens: tokens accepted.
         num_computed: tokens whose KV was computed.
@@ -90,6 +91,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.window = window
+        self.block_size = block_size
         self.table = BlockTable(block_size)
         self.num_tokens = 0
         self.num_computed = 0
@@ -114,11 +116,6 @@ class Sequence:
         self.salting = salting
         self._chain_key = self.first_parent
         self._open_ids: list[int] = []
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.table.block_size
 
     @property
     def first_parent(self) -> BlockKey:
@@ -232,15 +229,22 @@ class Sequence:
                 block = self._seal()
                 if block is not None:
                     sealed.append(block)
-        self._apply_window_change()
-        self._apply_jump()
+        if self._window_changes:
+            self._apply_window_change()
+        if self._jump is not None:
+            self._apply_jump()
         return sealed
 
     def _take_pending(self, end: int) -> None:
         """Move pending ids to the open block until it is full or `end` is reached."""
+        popleft = self.pending.popleft
+        if self.num_computed + 1 == end:
+            # Nearly always: the token of a step that decodes.
+            self._open_ids.append(popleft())
+            self.num_computed = end
+            return
         room = self.block_size - len(self._open_ids)
         taken = min(room, end - self.num_computed)
-        popleft = self.pending.popleft
         self._open_ids += [popleft() for _ in range(taken)]
         self.num_computed += taken
 

@@ -197,6 +197,16 @@ class Sleepers:
             admission.ask(name)
         session.waiters.append(Waiter(then, fail, is_wanted, self._clock()))
 
+    def is_at_work(self, sequence: Sequence) -> bool:
+        """Whether `when_awake` would do it at once: a session that is awake is used, then."""
+        session = self._sessions.get(sequence)
+        if session is None:
+            return True
+        if self._admission.state(session.name) is not State.AWAKE:
+            return False
+        self._admission.used(session.name, 0, self._clock())
+        return True
+
     def when_settled(self, sequence: Sequence, then: Callable[[], None]) -> None:
         """Do something once a session is awake or asleep, whichever is sooner; nobody wants it."""
         session = self._sessions.get(sequence)

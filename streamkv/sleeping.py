@@ -169,10 +169,9 @@ class Sleeper:
             StoreError, EngineClosedError: the tiers' worker stopped or was closed.
         """
         assert self.asleep is not None and self._waking is None
-        block_ids: list[int] = []
+        keys = [key for _, key in self.asleep.all_blocks]
+        block_ids = self._tiers.allocate_many(len(keys))
         try:
-            block_ids.extend(self._tiers.allocate() for _ in self.asleep.all_blocks)
-            keys = [key for _, key in self.asleep.all_blocks]
             self._waking = self._tiers.begin_restore(list(zip(keys, block_ids, strict=True)))
         except BaseException:
             for block_id in block_ids:

@@ -1,20 +1,20 @@
 """What a captured decode step reads of its sequences: one buffer on the host, copied in one go.
 
-A row of the table belongs to one sequence for as long as it stays in the batch, and its entries
-change only when a block comes or goes (`BlockTable.version`) or the query moves to another block,
-so that a step writes a handful of numbers. Unused rows have no entries and no slot.
+The entries of a sequence change only when a block comes or goes (`BlockTable.version`) or the query
+moves to another block, and a row keeps those that were written to it, so that a step writes a
+handful of numbers; a sequence that moves to another row brings its entries along. Unused rows have
+no entries and no slot.
 """
 
-import itertools
 from collections.abc import Sequence as Rows
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from streamkv.batch import SequenceStep
+from streamkv.entry_columns import BLOCK_ID, CAP, END_VALID, FIRST_VALID, START, EntryColumns
 from streamkv.kernels.batch_table import BatchTable
 from streamkv.sequence import Sequence
 from streamkv.staged_words import StagedWords
@@ -22,8 +22,6 @@ from streamkv.staged_words import StagedWords
 _PER_ROW = ("ids", "sources", "slots", "targets", "query_starts", "window_sizes")
 _PER_ENTRY = ("addresses", "starts", "caps")
 _COUNTS = ("num_entries", "num_sink_entries", "num_recalled_entries")
-
-Int64s = npt.NDArray[np.int64]
 
 
 class _Layout:
@@ -104,7 +102,7 @@ class StepTable:
         )
         self._pool_address = pool.data_ptr()
         self._block_bytes = pool.stride(0) * pool.element_size()
-        self._in_row: list[object] = [None] * num_rows
+        self._in_row: list[EntryColumns | None] = [None] * num_rows
         self._clear(0, num_rows)
 
     def fits(self, steps: Rows[SequenceStep]) -> bool:
@@ -118,44 +116,54 @@ class StepTable:
             steps: its parts.
             targets: where the queries of each are kept; of none if not given.
         """
-        columns = self._columns
-        columns["targets"][:] = 0
-        columns["targets"][: len(targets)] = targets
+        columns, count = self._columns, len(steps)
+        sources, ids, slots, starts = list[int](), list[int](), list[int](), list[int]()
         for row, step in enumerate(steps):
-            sequence, start = step.sequence, step.start
-            source = -1 if step.source is None else step.source
-            columns["sources"][row] = source
-            columns["ids"][row] = sequence.pending[0] if source < 0 else 0
-            columns["slots"][row] = sequence.table.slot(start)
-            columns["query_starts"][row] = start
-            block_index = start // sequence.block_size
-            held = (sequence.seq_id, sequence.table.version, sequence.window, block_index)
-            if self._in_row[row] != held:
-                self._fill(row, step)
-                self._in_row[row] = held
-        self._clear(len(steps), self._layout.num_rows)
+            sequence, start, source = step.sequence, step.start, step.source
+            if source is None:
+                sources.append(-1)
+                ids.append(sequence.pending[0])
+            else:
+                sources.append(source)
+                ids.append(0)
+            table = sequence.table
+            slots.append(table.slot(start))
+            starts.append(start)
+            # Of the whole block, so that the row holds for every query of it, also for one before
+            # this: attention itself begins at the window's edge and ends at the query.
+            first = start - start % table.block_size
+            entries = table.columns(sequence.window, first, first + table.block_size)
+            if self._in_row[row] is not entries:
+                self._fill(row, entries, sequence.window.window_size)
+                self._in_row[row] = entries
+        self._clear(count, self._layout.num_rows)
+        columns["targets"][: len(targets)] = targets
+        columns["targets"][len(targets) :] = 0
+        # One store for all rows: one for each costs ten times as much.
+        for name, values in (
+            ("sources", sources),
+            ("ids", ids),
+            ("slots", slots),
+            ("query_starts", starts),
+        ):
+            columns[name][:count] = values
         self._words.upload()
 
-    def _fill(self, row: int, step: SequenceStep) -> None:
-        sequence, columns = step.sequence, self._columns
-        # Of the whole block, so that the row holds for every query of it, also for one before this:
-        # attention itself begins at the window's edge and ends at the query.
-        first = step.start - step.start % sequence.block_size
-        end = first + sequence.block_size
-        kinds = sequence.table.entries(sequence.window, first, end)
-        entries = np.array([entry[1:] for entry in itertools.chain(*kinds)], dtype=np.int64)
-        count = len(entries)
+    def _fill(self, row: int, entries: EntryColumns, window_size: int) -> None:
+        columns, values = self._columns, entries.values
+        count = values.shape[1]
         assert count <= self._layout.capacity, (count, self._layout.capacity)
-        ids, starts, caps, first_valid, end_valid = entries.T
-        columns["addresses"][row, :count] = self._pool_address + ids * self._block_bytes
-        columns["starts"][row, :count] = starts
-        columns["caps"][row, :count] = caps
-        columns["first_valid"][row, :count] = first_valid
-        columns["end_valid"][row, :count] = end_valid
+        columns["addresses"][row, :count] = (
+            self._pool_address + values[BLOCK_ID] * self._block_bytes
+        )
+        columns["starts"][row, :count] = values[START]
+        columns["caps"][row, :count] = values[CAP]
+        columns["first_valid"][row, :count] = values[FIRST_VALID]
+        columns["end_valid"][row, :count] = values[END_VALID]
         columns["num_entries"][row] = count
-        columns["num_sink_entries"][row] = len(kinds.sinks)
-        columns["num_recalled_entries"][row] = len(kinds.recalled)
-        columns["window_sizes"][row] = sequence.window.window_size
+        columns["num_sink_entries"][row] = entries.num_sinks
+        columns["num_recalled_entries"][row] = entries.num_recalled
+        columns["window_sizes"][row] = window_size
 
     def _clear(self, first: int, end: int) -> None:
         for row in range(first, end):

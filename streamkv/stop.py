@@ -51,6 +51,8 @@ class StopMatcher:
 
     def push(self, text: str) -> Emitted:
         """The text that can no longer be part of a stop string. After a stop: nothing."""
+        if not self._stops:
+            return Emitted(text, False)
         if self._stop is not None:
             return Emitted("", True)
         text, seen = self._pending + text, len(self._pending)

@@ -19,6 +19,7 @@ from streamkv.generation import Generation
 from streamkv.intake import FedItem
 from streamkv.live import LiveStream
 from streamkv.outputs import Progress, Score
+from streamkv.prefix import has_block_ahead
 from streamkv.sampling import SamplingParams, resolve_seed, sample
 from streamkv.scoring import ChunkScoring
 from streamkv.step_loop import Call, Compute
@@ -157,12 +158,17 @@ class Turns:
                 # The question chooses what its answer attends to.
                 yield from self._compute_all()
                 yield Call(lambda: self._live.executor.choose_blocks(sequence), sequence)
+            # What is asked for is nearly always what was asked for before.
+            asked: Compute | None = None
             while generation.finish_reason is None:
-                yield from self._take_stored()
+                if has_block_ahead(sequence):
+                    yield from self._take_stored()
                 while sequence.num_pending > self._live.prefill_chunk:
                     yield from self._take_or_compute()
                 pending = sequence.num_pending
-                token = yield self._compute(pending, Wanted.LOGITS, choose, params)
+                if asked is None or asked.num_tokens != pending:
+                    asked = self._compute(pending, Wanted.LOGITS, choose, params)
+                token = yield asked
                 token_index = sequence.num_tokens
                 intake.generated(token.token_id)
                 delta = generation.push(token, token_index)

@@ -16,20 +16,18 @@ from streamkv.tiers.usage import Counters
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy from memory to a target; its source stays as it is until `release`.
+    """A copy from a gpu block to a target; its source stays as it is until `release`.
 
     Attributes:
-        start: issues the copy; or a promotion, to be issued with others.
-        release: lets go of the source.
-        counted_as: counters.
-        holds_gpu_block: the source is a gpu block, whose id is kept from reuse.
+        start: issues the copy.
+        release: lets go of the source, whose id is kept from reuse until then.
+        counted_as: counter.
         completion: of the copy while it is under way.
     """
 
-    start: "Callable[[], Completion] | Promotion"
+    start: Callable[[], Completion]
     release: Callable[[], None]
-    counted_as: tuple[str, ...]
-    holds_gpu_block: bool
+    counted_as: str
     completion: Completion | None = None
 
 
@@ -37,69 +35,115 @@ Promotion = tuple[CpuBlock, int]
 """A locked block of the cpu pool, and the gpu block that it goes to."""
 
 
+class Promotions:
+    """Copies from the cpu pool that are issued, waited for and let go of together.
+
+    A session that wakes has dozens, and whoever waits for it waits for what is done for each.
+
+    Args:
+        pairs: what goes where.
+        promote: issues them all.
+        release: unlocks the blocks.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Promotion],
+        promote: Callable[[Sequence[Promotion]], Completion],
+        release: Callable[[Sequence[Promotion]], None],
+    ) -> None:
+        self._pairs = pairs
+        self._promote = promote
+        self._release = release
+        self._completion: Completion | None = None
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def start(self) -> None:
+        """Issue all of them."""
+        if self._pairs:
+            self._completion = self._promote(self._pairs)
+
+    def are_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._completion is None or self._completion.done()
+
+    def wait(self) -> None:
+        """Wait for all; their sources stay locked."""
+        if self._completion is not None:
+            self._completion.wait()
+
+    def end(self) -> None:
+        """Unlock the sources; what is still being copied is waited for. Idempotent."""
+        if self._completion is not None:
+            with suppress(Exception):
+                self._completion.wait()
+            self._completion = None
+        pairs, self._pairs = self._pairs, ()
+        if pairs:
+            # The last that is let go of is evicted last: that is the first of a stream.
+            self._release(pairs[::-1])
+
+
 class Copies:
     """Copies from memory that were issued together, and are let go of together.
 
     Args:
         counters: where those that have ended are counted.
-        promote: issues promotions, all at once.
     """
 
-    def __init__(
-        self, counters: Counters, promote: Callable[[Sequence[Promotion]], Completion]
-    ) -> None:
+    def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._promote = promote
         self._copies: list[Copy] = []
+        self._promotions: list[Promotions] = []
 
-    def add(self, copy: Copy) -> None:
-        """Take a copy on, that is not issued yet."""
-        self._copies.append(copy)
+    def add(self, copy: Copy | Promotions) -> None:
+        """Take a copy on, or several, that are not issued yet."""
+        if isinstance(copy, Copy):
+            self._copies.append(copy)
+        else:
+            self._promotions.append(copy)
 
     def start(self) -> None:
         """Issue all of them."""
-        promoting = [copy for copy in self._copies if isinstance(copy.start, tuple)]
-        if promoting:
-            pairs = [copy.start for copy in promoting if isinstance(copy.start, tuple)]
-            completion = self._promote(pairs)
-            for copy in promoting:
-                copy.completion = completion
+        for promotions in self._promotions:
+            promotions.start()
         for copy in self._copies:
-            if not isinstance(copy.start, tuple):
-                copy.completion = copy.start()
+            copy.completion = copy.start()
 
     def are_done(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(completion.done() for completion in self._under_way())
+        return all(each.are_done() for each in self._promotions) and all(
+            copy.completion is None or copy.completion.done() for copy in self._copies
+        )
 
     def wait_until_done(self) -> None:
         """Wait for all."""
-        for completion in self._under_way():
-            completion.wait()
+        for promotions in self._promotions:
+            promotions.wait()
+        for copy in self._copies:
+            if copy.completion is not None:
+                copy.completion.wait()
 
     def wait(self) -> None:
         """Wait for all, and let go of their sources."""
         self.wait_until_done()
-        counted: Counter[str] = Counter()
+        counted = Counter(copy.counted_as for copy in self._copies)
+        num_promoted = sum(map(len, self._promotions))
+        if num_promoted:
+            counted.update({"promotions": num_promoted, "cpu_reads": num_promoted})
         for copy in self._copies:
             assert copy.completion is not None
             copy.completion = None
-            counted.update(copy.counted_as)
-        for name, number in counted.items():
-            self._counters.add(name, number)
+        if counted:
+            self._counters.add_all(counted)
         self.end()
-
-    def _under_way(self) -> list[Completion]:
-        """Each completion once: promotions have one together."""
-        found = {
-            id(copy.completion): copy.completion
-            for copy in self._copies
-            if copy.completion is not None
-        }
-        return list(found.values())
 
     def end(self) -> None:
         """Let go of the sources. Nothing is let go of that is still being copied. Idempotent."""
+        while self._promotions:
+            self._promotions.pop().end()
         while self._copies:
             copy = self._copies.pop()
             if copy.completion is not None:

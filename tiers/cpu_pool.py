@@ -18,6 +18,7 @@ module does not know why a block is locked, nor what lies below.
 import mmap
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from streamkv.errors import ConfigError
@@ -76,7 +77,7 @@ class CpuPool:
                 f"smaller than one block of {self._row_bytes} bytes",
                 "Use at least that, or 0 to go without a cpu pool.",
             )
-        self._spec = spec
+        self._block_bytes = spec.block_bytes
         self._limit_bytes = num_bytes
         memory = anonymous_memory("cpu_bytes", max(num_blocks * self._row_bytes, 1))
         self._rows = blocks_of(memory, num_blocks, self._row_bytes)
@@ -160,25 +161,35 @@ class CpuPool:
 
     def lock(self, key: BlockKey) -> CpuBlock | None:
         """Find a block and keep it from eviction and reuse until `unlock`. None: not here."""
+        return self.lock_many([key])[0]
+
+    def lock_many(self, keys: Sequence[BlockKey]) -> list[CpuBlock | None]:
+        """`lock` of each, all at the same moment."""
         with self._mutex:
-            block = self._index.get(key)
-            if block is not None:
-                block.num_locks += 1
-                self._evictable.pop(key, None)
-            return block
+            blocks = [self._index.get(key) for key in keys]
+            for block in blocks:
+                if block is not None:
+                    block.num_locks += 1
+                    self._evictable.pop(block.key, None)
+            return blocks
 
     def unlock(self, block: CpuBlock) -> None:
         """Give one lock back. Without locks a listed block is the last to be evicted."""
+        self.unlock_many([block])
+
+    def unlock_many(self, blocks: Iterable[CpuBlock]) -> None:
+        """`unlock` each, in this order."""
         with self._mutex:
-            assert block.num_locks > 0, f"block in slot {block.slot_id} is not locked"
-            block.num_locks -= 1
-            if block.num_locks > 0:
-                return
-            if block.listed:
-                self._evictable[block.key] = block
-            else:
-                self._num_unlisted -= 1
-                self._free_list.release(block.slot_id)
+            for block in blocks:
+                assert block.num_locks > 0, f"block in slot {block.slot_id} is not locked"
+                block.num_locks -= 1
+                if block.num_locks > 0:
+                    continue
+                if block.listed:
+                    self._evictable[block.key] = block
+                else:
+                    self._num_unlisted -= 1
+                    self._free_list.release(block.slot_id)
 
     def delete(self, key: BlockKey) -> None:
         """Forget a block. Its memory is reused once nobody holds a lock on it."""
@@ -190,7 +201,7 @@ class CpuPool:
 
     def data(self, block: CpuBlock) -> Bytes:
         """The memory of a block that the caller has locked: uint8 [block_bytes], no copy."""
-        row: Bytes = self._rows[block.slot_id, : self._spec.block_bytes]
+        row: Bytes = self._rows[block.slot_id, : self._block_bytes]
         return row
 
     def usage(self) -> TierUsage:
@@ -199,7 +210,7 @@ class CpuPool:
         limit = self._limit_bytes
         if self.num_blocks < len(self._rows):
             limit = self.num_blocks * self._row_bytes
-        return TierUsage(num_used, num_used * self._spec.block_bytes, limit)
+        return TierUsage(num_used, num_used * self._block_bytes, limit)
 
     def close(self) -> None:
         """Give no block out any more, and undo the page-locking. Idempotent."""

@@ -5,7 +5,7 @@ stream before it, so that no kernel still reads what the block held. A copy out 
 its caller waits for `written` first. What is copied is there when its completion is done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,7 @@ class CudaTransfer(Transfer):
         self._wait_for_readers()
         return self._copy(self._gpu_pool.row(block_id), torch.from_numpy(source))
 
-    def promote_many(self, pairs: Sequence[tuple[Bytes, int]]) -> Completion:
+    def promote_many(self, pairs: Iterable[tuple[Bytes, int]]) -> Completion:
         """`promote` each; done when all are."""
         # One wait and one event for all: each takes the host as long as a block takes the bus.
         self._wait_for_readers()

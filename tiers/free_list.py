@@ -54,6 +54,16 @@ class FreeList:
         self._ref_counts[block_id] = 1
         return block_id
 
+    def allocate_many(self, num_blocks: int) -> list[int]:
+        """`allocate` so many, of which as many are free."""
+        assert num_blocks <= len(self._free), (num_blocks, len(self._free))
+        first = len(self._free) - num_blocks
+        block_ids = self._free[first:][::-1]
+        del self._free[first:]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return block_ids
+
     def acquire(self, block_id: int) -> None:
         """Add a user to a block that is in use."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot gain a user"

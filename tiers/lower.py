@@ -1,10 +1,10 @@
 """The tiers below the gpu pool as one place: cpu pool first, ssd below, either may be missing.
 
 Invariant: `put`, `checkpoint`, `delete` and `write_oldest` are called by one thread, the worker;
-`lock`, `promote` and reads by any. A block that `retain` wants on ssd stays locked in the cpu pool
-until it is there. When the ssd tier fails, writing to it ends for this process, said once in the
-log and counted; the cpu pool then evicts its oldest blocks freely, and what the ssd already holds
-can still be read.
+`lock_many`, `promote_many` and reads by any. A block that `retain` wants on ssd stays locked in the
+cpu pool until it is there. When the ssd tier fails, writing to it ends for this process, said once
+in the log and counted; the cpu pool then evicts its oldest blocks freely, and what the ssd already
+holds can still be read.
 This module does not know who uses a block nor who waits for it.
 """
 
@@ -78,24 +78,21 @@ class LowerTiers:
         except (StoreError, OSError):
             return None
 
-    def lock(self, key: BlockKey) -> CpuBlock | None:
-        """A block of the cpu pool, to be copied and then unlocked; None if it has none."""
-        return self._cpu.lock(key) if self._cpu else None
-
-    def promote(self, block: CpuBlock, block_id: int) -> Completion:
-        """Copy a locked block of the cpu pool into a gpu block."""
-        assert self._cpu is not None
-        return self._transfer.promote(self._cpu.data(block), block_id)
+    def lock_many(self, keys: Sequence[BlockKey]) -> list[CpuBlock | None]:
+        """Blocks of the cpu pool, to be copied and then unlocked; None where it has none."""
+        return self._cpu.lock_many(keys) if self._cpu else [None] * len(keys)
 
     def promote_many(self, pairs: Sequence[tuple[CpuBlock, int]]) -> Completion:
         """Copy locked blocks of the cpu pool into gpu blocks; done when all are."""
         assert self._cpu is not None
         data = self._cpu.data
-        return self._transfer.promote_many([(data(block), at) for block, at in pairs])
+        # One by one: the first is under way while the others are looked up.
+        return self._transfer.promote_many((data(block), at) for block, at in pairs)
 
-    def unlock(self, block: CpuBlock) -> None:
-        """The copy of a locked block has finished."""
-        self._unlock(block)
+    def unlock_many(self, blocks: Sequence[CpuBlock]) -> None:
+        """The copies of locked blocks have finished."""
+        assert self._cpu is not None
+        self._cpu.unlock_many(blocks)
 
     def read_stored(self, key: BlockKey, block_id: int) -> bool:
         """Read a block from ssd into a gpu block; False is a miss, contents are then undefined."""

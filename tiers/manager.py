@@ -150,15 +150,31 @@ class TierManager:
             StoreError, EngineClosedError: the worker stopped or was closed while this waited.
         """
         with self._condition:
-            while self._free_list.num_free == 0:
-                if not self._is_one_leaving():
-                    raise PoolFullError(
-                        f"all {self._free_list.num_blocks} gpu blocks are in use; "
-                        "close a session or use a larger gpu_bytes"
-                    )
-                if self._policy.on_pressure == "wait" or not self._background.give_up_a_copy():
-                    self._writer.wait_for(self._may_allocate)
-            return self._residents.allocate()
+            return self._allocate()
+
+    def allocate_many(self, num_blocks: int) -> list[int]:
+        """`allocate` so many, or none if that raises."""
+        with self._condition:
+            if num_blocks <= self._free_list.num_free:
+                return self._residents.allocate_many(num_blocks)
+            block_ids: list[int] = []
+            try:
+                block_ids.extend(self._allocate() for _ in range(num_blocks))
+            except BaseException:
+                self._give_back(block_ids)
+                raise
+            return block_ids
+
+    def _allocate(self) -> int:
+        while self._free_list.num_free == 0:
+            if not self._is_one_leaving():
+                raise PoolFullError(
+                    f"all {self._free_list.num_blocks} gpu blocks are in use; "
+                    "close a session or use a larger gpu_bytes"
+                )
+            if self._policy.on_pressure == "wait" or not self._background.give_up_a_copy():
+                self._writer.wait_for(self._may_allocate)
+        return self._residents.allocate()
 
     def seal(self, block_id: int, key: BlockKey) -> None:
         """A block is full: name it and, if `retain` says so, have it copied down.
@@ -253,9 +269,8 @@ class TierManager:
             PoolFullError: the gpu pool has no room for all of them. Nothing is kept of the others,
                 as after any other error.
         """
-        block_ids: list[int] = []
+        block_ids = self.allocate_many(len(keys))
         try:
-            block_ids.extend(self.allocate() for _ in keys)
             found = self.restore_many(list(zip(keys, block_ids, strict=True)))
         except BaseException:
             self._give_back(block_ids)

@@ -44,6 +44,12 @@ class Residents:
         self._owned.add(block_id)
         return block_id
 
+    def allocate_many(self, num_blocks: int) -> list[int]:
+        """`allocate` so many, of which as many are free."""
+        block_ids = self._free_list.allocate_many(num_blocks)
+        self._owned.update(block_ids)
+        return block_ids
+
     def share(self, block_id: int) -> None:
         """One more owner for a sealed block; each of them gives it back once."""
         assert block_id in self._keys, f"block {block_id} is not sealed and has one owner"
@@ -101,7 +107,8 @@ class Residents:
 
     def find(self, key: BlockKey) -> int | None:
         """A sealed block with this name."""
-        return next(iter(self._blocks.get(key, ())), None)
+        blocks = self._blocks.get(key)
+        return None if blocks is None else next(iter(blocks))
 
     def num_users(self, key: BlockKey) -> int:
         """Sealed blocks with this name."""

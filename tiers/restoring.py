@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from streamkv.tiers.background import Background
-from streamkv.tiers.copies import Copies, Copy, Promotion
-from streamkv.tiers.cpu_pool import CpuBlock
+from streamkv.tiers.copies import Copies, Copy, Promotion, Promotions
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.prefetch import Prefetching
 from streamkv.tiers.read_threads import MAX_THREADS, Read, ReadThreads
@@ -35,6 +34,20 @@ class Target(NamedTuple):
 
     key: BlockKey
     block_id: int
+
+
+class Sources(NamedTuple):
+    """Where targets can be copied from in memory.
+
+    Attributes:
+        copies: of other gpu blocks, which are held.
+        promotions: of blocks of the cpu pool, which are locked.
+        found: of each target, whether one of these is for it.
+    """
+
+    copies: list[Copy]
+    promotions: Promotions
+    found: list[bool]
 
 
 class Restore:
@@ -57,19 +70,21 @@ class Restore:
         self._found = [False] * len(targets)
         self._reads: dict[int, Read] = {}
         self._awaited: dict[int, Read] = {}
-        self._copies = Copies(restoring.counters, restoring.promote)
+        self._copies = Copies(restoring.counters)
 
     def begin(self) -> None:
         """See `Restoring.begin`."""
-        among_gpu_blocks = Copies(self._restoring.counters, self._restoring.promote)
+        among_gpu_blocks = Copies(self._restoring.counters)
         try:
-            found = self._restoring.sources(self.targets)
-            for at, (target, copy) in enumerate(zip(self.targets, found, strict=True)):
-                # The ssd takes longest, so it is asked first, and reads while all else is done.
-                if copy is not None:
-                    (among_gpu_blocks if copy.holds_gpu_block else self._copies).add(copy)
-                    self._found[at] = True
-                elif (read := self._restoring.under_way(target.key)) is not None:
+            copies, promotions, self._found = self._restoring.sources(self.targets)
+            for copy in copies:
+                among_gpu_blocks.add(copy)
+            self._copies.add(promotions)
+            # The ssd takes longest, so it is asked first, and reads while all else is done.
+            for at, target in enumerate(self.targets):
+                if self._found[at]:
+                    continue
+                if (read := self._restoring.under_way(target.key)) is not None:
                     self._awaited[at] = read
                 else:
                     self._reads[at] = self._restoring.read(target)
@@ -124,14 +139,17 @@ class Restore:
         self._copies.end()
 
     def _wait_for_prefetches(self) -> None:
-        copies = Copies(self._restoring.counters, self._restoring.promote)
+        copies = Copies(self._restoring.counters)
         try:
             for at, prefetch in self._awaited.items():
                 target = self.targets[at]
                 if not self._restoring.wait_for_prefetch(prefetch):
                     continue
-                if (copy := self._restoring.source(target)) is not None:
+                among_gpu_blocks, promotions, [is_found] = self._restoring.sources([target])
+                for copy in among_gpu_blocks:
                     copies.add(copy)
+                copies.add(promotions)
+                if is_found:
                     self._found[at] = True
                 else:
                     self._reads[at] = self._restoring.read(target)
@@ -209,27 +227,34 @@ class Restoring:
         if not self._threads.close(self._limit_s):
             _log.warning("a read has not ended after %g s and is left alone", self._limit_s)
 
-    def source(self, target: Target) -> Copy | None:
-        """How to copy a block from memory: what is being copied down is found on either side."""
-        return self.sources([target])[0]
-
-    def sources(self, targets: Sequence[Target]) -> list[Copy | None]:
-        """The same for several, looked for together."""
-        found: list[Copy | None] = []
+    def sources(self, targets: Sequence[Target]) -> "Sources":
+        """How to copy blocks from memory: what is being copied down is found on either side."""
+        copies, absent = list[Copy](), list[int]()
         with self._condition:
-            for target in targets:
-                job = self._background.copy_of(target.key)
-                source = job.block_id if job is not None else self._residents.find(target.key)
+            copy_of, find = self._background.copy_of, self._residents.find
+            for at, (key, block_id) in enumerate(targets):
+                job = copy_of(key)
+                source = job.block_id if job is not None else find(key)
                 if source is None:
-                    found.append(None)
+                    absent.append(at)
                     continue
                 self._residents.hold(source)
                 written = job.written if job else None
-                found.append(self._copy_of_resident(source, written, target.block_id))
-        for at, target in enumerate(targets):
-            if found[at] is None and (block := self._lower.lock(target.key)) is not None:
-                found[at] = self._copy_of_demoted(block, target.block_id)
-        return found
+                copies.append(self._copy_of_resident(source, written, block_id))
+        locked = self._lower.lock_many([targets[at].key for at in absent])
+        found, promoted = [True] * len(targets), list[Promotion]()
+        for at, block in zip(absent, locked, strict=True):
+            if block is None:
+                found[at] = False
+            else:
+                promoted.append((block, targets[at].block_id))
+        lower = self._lower
+        promotions = Promotions(
+            promoted,
+            lower.promote_many,
+            lambda pairs: lower.unlock_many([block for block, _ in pairs]),
+        )
+        return Sources(copies, promotions, found)
 
     def _copy_of_resident(self, source: int, written: Completion | None, block_id: int) -> Copy:
         def start() -> Completion:
@@ -237,19 +262,7 @@ class Restoring:
                 written.wait()
             return self._transfer.copy(source, block_id)
 
-        return Copy(start, lambda: self._unhold(source), ("shared",), holds_gpu_block=True)
-
-    def _copy_of_demoted(self, block: CpuBlock, block_id: int) -> Copy:
-        return Copy(
-            (block, block_id),
-            lambda: self._lower.unlock(block),
-            ("promotions", "cpu_reads"),
-            holds_gpu_block=False,
-        )
-
-    def promote(self, blocks: Sequence[Promotion]) -> Completion:
-        """Copy locked blocks of the cpu pool into gpu blocks."""
-        return self._lower.promote_many(blocks)
+        return Copy(start, lambda: self._unhold(source), "shared")
 
     def under_way(self, key: BlockKey) -> Read | None:
         """The prefetch of a block, if it has begun."""

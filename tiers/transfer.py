@@ -7,7 +7,7 @@ at once; `cuda_transfer` returns events of a copy stream. This module does not k
 policies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -93,7 +93,7 @@ class Transfer:
         np.copyto(self._gpu_pool.block_bytes(block_id), source)
         return Finished()
 
-    def promote_many(self, pairs: Sequence[tuple[Bytes, int]]) -> Completion:
+    def promote_many(self, pairs: Iterable[tuple[Bytes, int]]) -> Completion:
         """`promote` each; done when all are."""
         return Together([self.promote(source, block_id) for source, block_id in pairs])
 

@@ -1,9 +1,14 @@
 """Live blocks of one sequence: which are missing, where a token lies, which may go."""
 
+import itertools
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamkv.block_table import BlockTable, LiveBlock, TableEntry
+from streamkv.block_table import BlockTable, Entries, LiveBlock, TableEntry
+from streamkv.entry_columns import EntryColumns, have_sinks
+from streamkv.recalled import POSITION_POLICIES, PositionPolicy
 from streamkv.tiers.spec import BlockKey
 from streamkv.window import NO_CAP, Window
 
@@ -111,3 +116,97 @@ def test_only_the_end_of_the_open_block_moves_with_the_stream() -> None:
     assert before.sinks == after.sinks
     assert before.recent[:-1] == after.recent[:-1]
     assert (before.recent[-1].end_valid, after.recent[-1].end_valid) == (1, 3)
+
+
+def ranges(limit: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Disjoint ascending ranges below a limit; some touch."""
+    edges = st.sets(st.integers(0, limit), max_size=12).map(sorted)
+    apart = edges.map(lambda found: tuple(zip(found[::2], found[1::2], strict=False)))
+    return apart | edges.map(lambda found: tuple(itertools.pairwise(found)))
+
+
+def columns_of(entries: Entries) -> EntryColumns:
+    """What lists of entries are as columns."""
+    values = np.array([entry[1:] for kind in entries for entry in kind], dtype=np.int64)
+    return EntryColumns(values.reshape(-1, 5).T, len(entries.sinks), len(entries.recalled))
+
+
+def check_columns(table: BlockTable, window: Window, first: int, end: int) -> None:
+    found, expected = (
+        table.columns(window, first, end),
+        columns_of(table.entries(window, first, end)),
+    )
+    assert found.values.dtype == np.int64 and found.values.shape == expected.values.shape
+    assert found.values.tolist() == expected.values.tolist()
+    assert found[1:] == expected[1:]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sets(st.integers(0, 15)),
+    st.integers(1, 40),
+    ranges(64),
+    st.sets(st.integers(0, 15)),
+    st.sampled_from(POSITION_POLICIES),
+    st.integers(0, 60),
+    st.integers(1, 20),
+)
+def test_columns_are_what_entries_lists(
+    live: set[int],
+    window_size: int,
+    sinks: tuple[tuple[int, int], ...],
+    recalled: set[int],
+    policy: PositionPolicy,
+    first: int,
+    query_len: int,
+) -> None:
+    """Sink ranges anywhere, blocks behind the last query, an open block that shows some of it."""
+    window, table = Window(window_size, sinks), table_of(*sorted(live))
+    table.recalled.set_policy(policy)
+    table.recalled.trained_length = 100
+    table.recalled.set({index: 70 + index for index in recalled})
+    check_columns(table, window, first, first + query_len)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_columns_are_made_anew_with_every_change(data: st.DataObject) -> None:
+    """Blocks come and go, others are recalled, the window changes, queries move."""
+    table, window, first = table_of(0, 1), Window(9, ((0, 2),)), 4
+    for step in range(12):
+        match data.draw(st.integers(0, 6)):
+            case 0:
+                table.add(2 + step, 30 - step)
+            case 1:
+                table.take_expired(window, first)
+            case 2:
+                table.take_from(1 + step // 2)
+            case 3:
+                table.recalled.set(
+                    {index: 60 + step for index in range(data.draw(st.integers(0, 3)))}
+                )
+            case 4:
+                table.recalled.set_policy(data.draw(st.sampled_from(POSITION_POLICIES)))
+            case 5:
+                window = Window(data.draw(st.integers(1, 20)), data.draw(ranges(40)))
+            case 6:
+                first += data.draw(st.integers(0, 6))
+        check_columns(table, window, first, first + 4)
+        assert table.columns(window, first, first + 4) is table.columns(window, first, first + 4)
+
+
+@given(ranges(64), st.sets(st.integers(0, 15)))
+def test_blocks_have_sinks_where_a_range_has_a_token_of_them(
+    sinks: tuple[tuple[int, int], ...], live: set[int]
+) -> None:
+    window, starts = Window(8, sinks), [index * SIZE for index in sorted(live)]
+    found = have_sinks(window, np.array(starts, dtype=np.int64), SIZE)
+    assert found.tolist() == [bool(window.sinks_in(start, start + SIZE)) for start in starts]
+
+
+def test_blocks_behind_the_last_query_show_nothing() -> None:
+    """They were made live for steps to come; sink ranges may reach into them."""
+    table, window = table_of(0, 1, 2), Window(6, ((0, 10),))
+    sinks, _, recent = table.entries(window, 3, 4)
+    assert [entry.start for entry in sinks] == [0] and recent == []
+    check_columns(table, window, 3, 4)

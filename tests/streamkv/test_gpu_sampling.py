@@ -230,3 +230,32 @@ def test_a_captured_graph_samples_what_is_staged_before_each_replay() -> None:
         chosen.info.fill_(UNTOUCHED)
         graph.replay()
         chosen.check(logits, draws)
+
+
+def staged_columns(sampler: GpuSampler, draws: list[Draw]) -> list[list[int]]:
+    """What is on the device after a `stage`: of rows that are read, and where padding is."""
+    staged = sampler.stage(draws)
+    rows = sampler._columns.cpu()
+    cut = [column[: staged.num_cut].tolist() for column in rows[7:]]
+    kept = [column[: len(draws)].tolist() for column in rows[1:7]]
+    return [rows[0].tolist(), *kept, *cut, [staged.num_draws, staged.num_cut]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_staged_does_not_depend_on_what_was_staged_before(seed: int) -> None:
+    """Options that stay are not written anew; which step they were written for plays no part."""
+    rng = random.Random(seed)
+    options = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, seed=3, top_k=5),
+        SamplingParams(temperature=0.8, seed=3, min_p=0.1),
+        SamplingParams(temperature=0.8, seed=4, top_p=0.5),
+    ]
+    sampler = GpuSampler(100, 6, DEVICE)
+    params: list[SamplingParams] = []
+    for turn in range(40):
+        if rng.random() < 0.4:
+            params = rng.choices(options, k=rng.randint(0, 6))
+        draws = [Draw(each, rng.randrange(1000)) for each in params]
+        expected = staged_columns(GpuSampler(100, 6, DEVICE), draws)
+        assert staged_columns(sampler, draws) == expected, turn

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamkv.block_keys import BlockKeys
-from streamkv.prefix import blocks_seen, keys_ahead, longest_run
+from streamkv.prefix import blocks_seen, has_block_ahead, keys_ahead, longest_run
 from streamkv.sequence import Jump, Sequence
 from streamkv.tiers.keys import Salting
 from streamkv.tiers.spec import BlockKey
@@ -113,6 +113,15 @@ def test_the_look_ahead_ends_where_tokens_are_left_out() -> None:
     stream = Sequence(1, WINDOW, SIZE, ROOT)
     stream.restart_at(0, ROOT, list(range(30)), Jump(8, 40, BlockKey(b"c" * 16)))
     assert len(keys_ahead(stream)) == 2
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 9))
+def test_there_are_keys_ahead_where_pending_tokens_fill_a_block(
+    num_computed: int, num_pending: int, look_back: int
+) -> None:
+    stream = stream_of(list(range(num_computed + num_pending)), num_computed)
+    stream.look_back = look_back
+    assert bool(keys_ahead(stream)) == has_block_ahead(stream)
 
 
 def is_allowed(window: Window, end: int, first: int, stored: list[bool], live: set[int]) -> bool:

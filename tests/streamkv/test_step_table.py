@@ -1,5 +1,6 @@
 """What a captured step reads: rows that stay, rows that are filled anew, rows that are unused."""
 
+import itertools
 import math
 import random
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from streamkv.batch import SequenceStep, Wanted
 from streamkv.block_table import BlockTable
+from streamkv.entry_columns import EntryColumns
 from streamkv.kernels import gpu, reference
 from streamkv.kernels.batch_table import BatchTable, batch_table, block_addresses
 from streamkv.kernels.rope import RopeTables
@@ -215,22 +217,42 @@ def test_a_stream_sees_the_same_through_a_row_that_stays(window: Window) -> None
         bench.count(*steps)
 
 
+def counted_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """First queries that columns of entries are made for from now on."""
+    made, make = list[int](), BlockTable._columns
+
+    def counted(table: BlockTable, window: Window, query_start: int, end: int) -> EntryColumns:
+        made.append(query_start)
+        return make(table, window, query_start, end)
+
+    monkeypatch.setattr(BlockTable, "_columns", counted)
+    return made
+
+
 def test_a_row_is_filled_once_for_all_queries_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, filled = Bench(1), list[int]()
-    entries = BlockTable.entries
-
-    def counted(table: BlockTable, window: Window, query_start: int, query_end: int) -> object:
-        filled.append(query_start)
-        return entries(table, window, query_start, query_end)
-
+    bench, made = Bench(1), counted_columns(monkeypatch)
     sequence = bench.sequence(2 * B + 3)
-    monkeypatch.setattr(BlockTable, "entries", counted)
     for _ in range(2 * B):
         steps = [bench.step(sequence)]
         bench.table.write(steps)
         bench.count(*steps)
     # Where a block comes; one that expires goes just before.
-    assert filled == [2 * B, 3 * B, 4 * B]
+    assert made == [2 * B, 3 * B, 4 * B]
+
+
+def test_sequences_that_change_rows_and_tables_bring_their_entries_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, made = Bench(3), counted_columns(monkeypatch)
+    smaller = StepTable(2, CAPACITY, bench.pool)
+    steps = [bench.step(bench.sequence(number * B + 3)) for number in (1, 3, 5)]
+    for order in itertools.permutations(steps):
+        bench.table.write(order)
+        bench.check(list(order))
+        smaller.write(order[1:])
+        found = smaller.table.num_entries.tolist()
+        assert found == bench.table.table.num_entries.tolist()[1:]
+    assert sorted(made) == [B, 3 * B, 5 * B]
 
 
 def test_a_row_is_filled_anew_when_the_window_changes() -> None:

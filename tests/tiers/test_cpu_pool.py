@@ -45,6 +45,21 @@ def test_a_reserved_block_is_not_found_before_it_is_published() -> None:
     assert found is block
 
 
+def test_several_are_locked_and_let_go_of_at_once_like_one_by_one() -> None:
+    pool = pool_of(3)
+    blocks = [put(pool, A), put(pool, B)]
+    found = pool.lock_many([B, C, A, A])
+    assert found == [blocks[1], None, blocks[0], blocks[0]]
+    assert [block.num_locks for block in blocks] == [2, 1]
+    assert pool.lock_many([]) == []
+    pool.unlock_many([blocks[0], blocks[1], blocks[0]])
+    assert [block.num_locks for block in blocks] == [0, 0]
+    # The last that was let go of is the last to go.
+    put(pool, C)
+    put(pool, D)
+    assert held(pool, A, B, C, D) == [True, False, True, True]
+
+
 def test_of_two_blocks_of_one_key_the_first_is_listed_and_the_other_gives_its_room_back() -> None:
     pool = pool_of(2)
     blocks = [pool.reserve(A), pool.reserve(A)]

@@ -36,6 +36,25 @@ def test_reuses_the_block_that_was_freed_last() -> None:
     assert [blocks.allocate() for _ in range(3)] == [2, 0, 3]
 
 
+@given(st.sets(st.integers(0, 8)), st.integers(0, 9))
+def test_many_at_once_are_those_that_are_handed_out_one_by_one(
+    freed: set[int], num_blocks: int
+) -> None:
+    lists = FreeList(9), FreeList(9)
+    for blocks in lists:
+        for _ in range(9):
+            blocks.allocate()
+        for block_id in sorted(freed, key=lambda block_id: 5 * block_id % 9):
+            blocks.release(block_id)
+    num_blocks = min(num_blocks, len(freed))
+    found = lists[0].allocate_many(num_blocks)
+    assert found == [lists[1].allocate() for _ in range(num_blocks)]
+    assert [lists[0].ref_count(block_id) for block_id in found] == [1] * num_blocks
+    lists[0].check_integrity()
+    with pytest.raises(AssertionError):
+        lists[0].allocate_many(lists[0].num_free + 1)
+
+
 def test_refuses_to_free_twice_and_to_share_a_free_block() -> None:
     blocks = FreeList(1)
     blocks.allocate()

@@ -53,10 +53,10 @@ class Below:
         return results
 
     def read(self, number: int) -> bool:
-        block = self.tiers.lock(KEYS[number])
+        [block] = self.tiers.lock_many([KEYS[number]])
         if block is not None:
-            self.tiers.promote(block, 1).wait()
-            self.tiers.unlock(block)
+            self.tiers.promote_many([(block, 1)]).wait()
+            self.tiers.unlock_many([block])
         found = block is not None or self.tiers.read_stored(KEYS[number], 1)
         assert not found or np.array_equal(self.gpu.block_bytes(1), bytes_of(number))
         return found
