@@ -47,7 +47,8 @@ static const float *widen_values(const Attention *a, int64_t base, int64_t first
             vec key[V1 - V0];                                                                                \
             for (int v = 0; v < V1 - V0; v++) key[v] = load_f32(keys + k * BLOCK + (v + V0) * LANES);        \
             for (int r = 0; r < ROWS; r++)                                                                   \
-                for (int v = 0; v < V1 - V0; v++) sums[r][v] += rows[r * dim + k] * key[v];                  \
+                for (int v = 0; v < V1 - V0; v++)                                                            \
+                    sums[r][v] = more(sums[r][v], splat(rows[r * dim + k]), key[v]);                         \
         }                                                                                                    \
         for (int r = 0; r < ROWS; r++)                                                                       \
             for (int v = 0; v < V1 - V0; v++) store_f32(scores + r * BLOCK + (v + V0) * LANES, sums[r][v]);  \
@@ -74,7 +75,8 @@ INLINE void score_rows(const float *rows, const float *keys, int64_t dim, int v0
             vec value[VECS];                                                                                 \
             for (int v = 0; v < VECS; v++) value[v] = load_f32(values + j * dim + k + v * LANES);            \
             for (int r = 0; r < ROWS; r++)                                                                   \
-                for (int v = 0; v < VECS; v++) sums[r][v] += weights[r * BLOCK + j] * value[v];              \
+                for (int v = 0; v < VECS; v++)                                                               \
+                    sums[r][v] = more(sums[r][v], splat(weights[r * BLOCK + j]), value[v]);                  \
         }                                                                                                    \
         for (int r = 0; r < ROWS; r++)                                                                       \
             for (int v = 0; v < VECS; v++) store_f32(out + r * dim + k + v * LANES, sums[r][v]);             \

@@ -50,7 +50,7 @@ typedef struct {
 
 static void rms_norm(const float *x, const float *weight, float *out, int64_t width, float eps) {
     vec squares = {0};
-    for (int64_t k = 0; k < width; k += LANES) { vec v = load_f32(x + k); squares += v * v; }
+    for (int64_t k = 0; k < width; k += LANES) { vec v = load_f32(x + k); squares = more(squares, v, v); }
     float inverse = 1.0f / sqrtf(sum(squares) / width + eps);
     for (int64_t k = 0; k < width; k += LANES)
         store_f32(out + k, load_f32(x + k) * inverse * load_f32(weight + k));
@@ -93,7 +93,7 @@ INLINE void score_slots(const Model *m, int64_t base, int64_t value_base, int64_
         for (int i = 0; i < count; i++) {
             const vec key = load(m->pool, base + (j + i) * dim + k, type);
             ask((const char *)m->pool + (value_base + (j + i) * dim + k) * bytes);
-            for (int g = 0; g < group; g++) dots[i][g] += load_f32(turned + g * dim + k) * key;
+            for (int g = 0; g < group; g++) dots[i][g] = more(dots[i][g], load_f32(turned + g * dim + k), key);
         }
     for (int g = 0; g < group; g++) {
         float sums[4];
@@ -159,7 +159,7 @@ INLINE void attend_typed(const Model *m, const Row *s, int64_t layer, int64_t he
                     const int64_t at = j * dim + k + w * LANES;
                     const vec value = load(m->pool, value_base + at, type);
                     ask(ahead + at * bytes);
-                    for (int g = 0; g < group; g++) sums[g][w] += scores[g][j] * value;
+                    for (int g = 0; g < group; g++) sums[g][w] = more(sums[g][w], splat(scores[g][j]), value);
                 }
             for (int g = 0; g < group; g++)
                 for (int w = 0; w < wide; w++) store_f32(partial + g * (dim + 2) + 2 + k + w * LANES, sums[g][w]);

@@ -73,7 +73,7 @@ INLINE void tile(const Product *p, int64_t input, int64_t row, int type, int pre
         for (int i = 0; i < num_inputs; i++) {
             vec xk = load_f32(x + i * p->stride + k);
             IN_REGISTER(xk);
-            for (int r = 0; r < num_rows; r++) sums[i][r] += xk * rows[r];
+            for (int r = 0; r < num_rows; r++) sums[i][r] = more(sums[i][r], xk, rows[r]);
         }
     }
     put_tile(p, input, row, sums, num_inputs, num_rows);

@@ -16,7 +16,7 @@ INLINE vec rounded(vec v, int type) {
 
 INLINE void norm_row(const void *x, const float *weight, void *out, int64_t width, float eps, int type) {
     vec squares = {0};
-    for (int64_t k = 0; k < width; k += LANES) { vec v = load(x, k, type); squares += v * v; }
+    for (int64_t k = 0; k < width; k += LANES) { vec v = load(x, k, type); squares = more(squares, v, v); }
     const float inverse = 1.0f / sqrtf(sum(squares) / width + eps);
     for (int64_t k = 0; k < width; k += LANES)
         store(out, k, rounded(load(x, k, type) * inverse, type) * load_f32(weight + k), type);

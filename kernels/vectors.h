@@ -6,8 +6,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define LANES 16
@@ -19,6 +21,35 @@ typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+/* sum + a * b, rounded once where the processor can. It is said here and not left to the compiler (which is
+ * told -ffp-contract=off): that one fuses in one loop and not in another, as GCC 13 does in long chains, and
+ * a row would have other bits in a batch than alone. */
+#ifdef __AVX512F__
+INLINE vec more(vec sum, vec a, vec b) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
+#elif defined(__FMA__)
+INLINE vec more(vec sum, vec a, vec b) {
+    __m256 s[2], x[2], y[2];
+    memcpy(s, &sum, sizeof s);
+    memcpy(x, &a, sizeof x);
+    memcpy(y, &b, sizeof y);
+    for (int i = 0; i < 2; i++) s[i] = _mm256_fmadd_ps(x[i], y[i], s[i]);
+    memcpy(&sum, s, sizeof sum);
+    return sum;
+}
+#elif defined(__aarch64__)
+INLINE vec more(vec sum, vec a, vec b) {
+    float32x4_t s[4], x[4], y[4];
+    memcpy(s, &sum, sizeof s);
+    memcpy(x, &a, sizeof x);
+    memcpy(y, &b, sizeof y);
+    for (int i = 0; i < 4; i++) s[i] = vfmaq_f32(s[i], x[i], y[i]);
+    memcpy(&sum, s, sizeof sum);
+    return sum;
+}
+#else
+INLINE vec more(vec sum, vec a, vec b) { return sum + a * b; }
+#endif
 
 INLINE vec splat(float x) { return (vec){0} + x; }
 INLINE vec load_f32(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
@@ -131,13 +162,12 @@ INLINE float largest(vec v) {
 
 /* 2^n times a polynomial in r, where x = n ln 2 + r; exactly 0 where `low` is set. */
 INLINE vec scale_polynomial(vec r, ivec n, ivec low) {
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    vec p = more(splat(1.3981999507e-3f), splat(1.9875691500e-4f), r);
+    p = more(splat(8.3334519073e-3f), p, r);
+    p = more(splat(4.1665795894e-2f), p, r);
+    p = more(splat(1.6666665459e-1f), p, r);
+    p = more(splat(5.0000001201e-1f), p, r);
+    p = more(r, p * r, r) + 1.0f;
     ivec bits;
     memcpy(&bits, &p, sizeof p);
     bits += n << 23;
@@ -149,10 +179,10 @@ INLINE vec scale_polynomial(vec r, ivec n, ivec low) {
 /* exp for x <= 0; relative error below 2e-7, exactly 0 far below. */
 INLINE vec exp_negative(vec x) {
     ivec low = x < -87.0f;
-    ivec n = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);
+    ivec n = __builtin_convertvector(more(splat(-0.5f), x, splat(1.44269504f)), ivec);
     vec whole = __builtin_convertvector(n, vec);
-    vec r = x - whole * 0.693359375f;
-    return scale_polynomial(r + whole * 2.12194440e-4f, n, low);
+    vec r = more(x, whole, splat(-0.693359375f));
+    return scale_polynomial(more(r, whole, splat(2.12194440e-4f)), n, low);
 }
 
 /* x / (1 + exp(-x)), by the exponential that is at most 1. */
@@ -179,12 +209,11 @@ INLINE vec exp2_negative(vec x) {
 #ifdef __AVX512F__
     const __m512 whole = _mm512_roundscale_ps((__m512)x, 8);
     const vec r = (x - (vec)whole) * 0.693147181f;
-    vec p = splat(1.3981999507e-3f);
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    vec p = more(splat(8.3334519073e-3f), splat(1.3981999507e-3f), r);
+    p = more(splat(4.1665795894e-2f), p, r);
+    p = more(splat(1.6666665459e-1f), p, r);
+    p = more(splat(5.0000001201e-1f), p, r);
+    p = more(r, p * r, r) + 1.0f;
     return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), 29), (__m512)p, whole);
 #else
     ivec low = x < -125.0f;

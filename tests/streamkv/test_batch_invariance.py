@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from test_many_sessions import put_to_sleep
 
 from streamkv import Engine, EngineConfig, SamplingParams, Session
+from streamkv.kernels.native_build import find_compiler
 
 NUM_SESSIONS = 8
 TURNS = 3
@@ -120,3 +122,31 @@ def test_bits_are_those_of_a_session_alone(
         if sleeps or more:
             assert engine.counters()["sessions_slept"] >= NUM_SESSIONS
     assert found == alone
+
+
+def test_bits_do_not_depend_on_what_a_compiler_fuses(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GCC 13 multiplies and adds in one rounding in some loops and in two in others.
+
+    So does any GCC that is told to avoid long chains of such instructions.
+    """
+    splits_chains = "--param=avoid-fma-max-bits=512"
+    known = find_compiler()
+    if known is None:
+        pytest.skip("no C compiler")
+    probe = [known, splits_chains, "-fsyntax-only", "-x", "c", "/dev/null"]
+    if subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("the C compiler has no such parameter")
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec {known} "$@" {splits_chains}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("STREAMKV_CACHE", str(tmp_path / "cache"))
+    numbers, alone = list(range(4)), {}
+    with Engine(str(tiny_model_dir), config("cpu")) as engine:
+        for number in numbers:
+            alone |= asyncio.run(play(engine, [number], sleeps=False))
+    assert list((tmp_path / "cache").rglob("*.so"))
+    with Engine(str(tiny_model_dir), config("cpu")) as engine:
+        assert asyncio.run(play(engine, numbers, sleeps=False)) == alone
