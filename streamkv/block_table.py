@@ -13,7 +13,8 @@ and a recalled block
 and no entry ever changes while the stream moves, except the growing end of the open block.
 """
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,14 @@ class BlockTable:
         """Append a block; block indices only grow."""
         assert not self._blocks or block_index > next(reversed(self._blocks))
         self._blocks[block_index] = LiveBlock(block_index, block_id, key)
+        self._version += 1
+
+    def add_all(self, blocks: Sequence[LiveBlock]) -> None:
+        """Append several blocks, ascending."""
+        indices = [block.block_index for block in blocks]
+        assert all(map(operator.lt, indices, indices[1:])), indices
+        assert not (self._blocks and blocks) or indices[0] > next(reversed(self._blocks))
+        self._blocks.update(zip(indices, blocks, strict=True))
         self._version += 1
 
     def missing(self, first_token: int, end_token: int) -> list[int]:

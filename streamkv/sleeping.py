@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from streamkv.block_table import LiveBlock
 from streamkv.checkpoint import Checkpointer
 from streamkv.errors import PoolFullError, StreamKVError
 from streamkv.executor import Executor
@@ -86,7 +87,7 @@ class Sleeper:
         self._need = need
         self.asleep: Asleep | None = None
         self._leaving: tuple[CheckpointTicket, Asleep] | None = None
-        self._waking: Restore | None = None
+        self._waking: tuple[Restore, list[LiveBlock]] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -169,10 +170,17 @@ class Sleeper:
             StoreError, EngineClosedError: the tiers' worker stopped or was closed.
         """
         assert self.asleep is not None and self._waking is None
-        keys = [key for _, key in self.asleep.all_blocks]
+        blocks = self.asleep.all_blocks
+        keys = [key for _, key in blocks]
         block_ids = self._tiers.allocate_many(len(keys))
         try:
-            self._waking = self._tiers.begin_restore(list(zip(keys, block_ids, strict=True)))
+            restore = self._tiers.begin_restore(list(zip(keys, block_ids, strict=True)))
+            # Made while blocks are copied: whoever waits for them need not wait for this, too.
+            live = [
+                LiveBlock(index, block_id, None if is_partial(key) else key)
+                for (index, key), block_id in zip(blocks, block_ids, strict=True)
+            ]
+            self._waking = restore, live
         except BaseException:
             for block_id in block_ids:
                 self._tiers.free(block_id)
@@ -181,11 +189,11 @@ class Sleeper:
     def is_there(self) -> bool:
         """Whether the blocks have come, or it is known that they will not."""
         assert self._waking is not None
-        return self._waking.is_done()
+        return self._waking[0].is_done()
 
     def wait_for_copies(self) -> bool:
         """Wait for blocks that come from memory; False: they do not come from there alone."""
-        return self._waking is not None and self._waking.wait_for_copies()
+        return self._waking is not None and self._waking[0].wait_for_copies()
 
     def wake(self) -> None:
         """Make the blocks live again, as they were.
@@ -195,14 +203,12 @@ class Sleeper:
                 awake, and its next step tries again.
         """
         assert self.asleep is not None and self._waking is not None
-        restore, asleep = self._waking, self.asleep
+        restore, live = self._waking
         self._waking = None
         found = self._tiers.end_restore(restore)
         self.asleep = None
         if all(found):
-            table = self._sequence.table
-            for (index, key), target in zip(asleep.all_blocks, restore.targets, strict=True):
-                table.add(index, target.block_id, None if is_partial(key) else key)
+            self._sequence.table.add_all(live)
         else:
             self._give_back(restore, found)
             _log.warning(
@@ -219,7 +225,7 @@ class Sleeper:
     def give_up_waking(self) -> None:
         """Stop what was begun: the session is asleep as before."""
         if self._waking is not None:
-            restore, self._waking = self._waking, None
+            (restore, _), self._waking = self._waking, None
             restore.abandon()
             for target in restore.targets:
                 self._tiers.free(target.block_id)

@@ -246,10 +246,13 @@ class TierManager:
     def end_restore(self, restore: Restore) -> list[bool]:
         """Wait for what was begun; results in the order of what was wanted."""
         found = restore.wait()
+        named = [
+            target
+            for target, is_there in zip(restore.targets, found, strict=True)
+            if is_there and not is_partial(target.key)
+        ]
         with self._condition:
-            for target, is_there in zip(restore.targets, found, strict=True):
-                if is_there and not is_partial(target.key):
-                    self._residents.seal(target.block_id, target.key)
+            self._residents.seal_many(named)
         return found
 
     def fetch(self, keys: Sequence[BlockKey]) -> list[int | None]:

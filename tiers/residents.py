@@ -8,6 +8,7 @@ for each block in use, nothing for others.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from streamkv.tiers.free_list import FreeList
 from streamkv.tiers.spec import BlockKey
@@ -88,10 +89,19 @@ class Residents:
 
     def seal(self, block_id: int, key: BlockKey) -> None:
         """An owned block is full and has a name now."""
-        assert block_id in self._owned, f"block {block_id} has no owner"
-        assert block_id not in self._keys, f"block {block_id} is sealed already"
-        self._keys[block_id] = key
-        self._blocks.setdefault(key, set()).add(block_id)
+        self.seal_many(((key, block_id),))
+
+    def seal_many(self, named: Iterable[tuple[BlockKey, int]]) -> None:
+        """`seal` each of several blocks, in their order."""
+        owned, keys, blocks = self._owned, self._keys, self._blocks
+        for key, block_id in named:
+            assert block_id in owned, f"block {block_id} has no owner"
+            assert block_id not in keys, f"block {block_id} is sealed already"
+            keys[block_id] = key
+            if (of_name := blocks.get(key)) is None:
+                blocks[key] = {block_id}
+            else:
+                of_name.add(block_id)
 
     def ref_count(self, block_id: int) -> int:
         """Sequences that a block belongs to."""

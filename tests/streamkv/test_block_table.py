@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,18 @@ def test_all_blocks_can_be_taken_with_their_keys_and_the_table_used_anew() -> No
     assert len(table) == 0 and 7 not in table
     table.add(0, 1)
     assert table[0] == LiveBlock(0, 1)
+
+
+def test_several_blocks_are_added_at_once_like_one_by_one() -> None:
+    table, blocks = table_of(0, 2), [LiveBlock(index, 50 - index, None) for index in (3, 4, 7)]
+    before = table.version
+    table.add_all([])
+    table.add_all(blocks)
+    assert table.version > before
+    assert list(table) == list(table_of(0, 2, 3, 4, 7))
+    for wrong in (blocks[:1], [LiveBlock(9, 1), LiveBlock(8, 2)]):
+        with pytest.raises(AssertionError):
+            table.add_all(wrong)
 
 
 def test_entries_split_a_block_at_its_sink_tokens() -> None:

@@ -37,6 +37,19 @@ def test_two_blocks_may_have_one_name() -> None:
     residents.check_integrity()
 
 
+def test_several_are_sealed_at_once_like_one_by_one() -> None:
+    """Also two of one name, and one of a name that is known."""
+    residents = Residents(FreeList(4))
+    known, *ids = [residents.allocate() for _ in range(4)]
+    residents.seal(known, A)
+    residents.seal_many(list(zip((A, B, B), ids, strict=True)))
+    assert (residents.num_users(A), residents.num_users(B)) == (2, 2)
+    assert all(residents.is_sealed(block_id) for block_id in ids)
+    residents.check_integrity()
+    with pytest.raises(AssertionError, match="sealed already"):
+        residents.seal_many([(A, ids[0])])
+
+
 def test_an_unsealed_block_has_no_name() -> None:
     residents = Residents(FreeList(1))
     assert residents.give_back(residents.allocate()) is None
