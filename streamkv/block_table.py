@@ -102,6 +102,16 @@ class BlockTable:
         self._blocks.update(zip(indices, blocks, strict=True))
         self._version += 1
 
+    def most_entries(self, num_ranges: int) -> int:
+        """A bound of all entries, with so many ranges of sink tokens.
+
+        A block has an entry, and each run of sink tokens in it two more at most. A recalled block
+        has one more at most, for it shows what is no sink token.
+        """
+        num_live = len(self._blocks) + 2 * num_ranges
+        num_recalled = self.recalled.num_blocks
+        return num_live + (num_recalled + num_ranges if num_recalled else 0)
+
     def missing(self, first_token: int, end_token: int) -> list[int]:
         """Block indices that hold `[first_token, end_token)` and are not live."""
         first = first_token // self.block_size

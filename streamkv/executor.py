@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from streamkv.attention_modes import switch_attention
-from streamkv.batch import Batch, Flight, StepResult, Wanted
+from streamkv.batch import Batch, Flight, SequenceStep, StepResult, Wanted
 from streamkv.config import Attention
 from streamkv.digest_pages import DigestUsage
 from streamkv.full_attention import FullAttention
@@ -198,20 +198,19 @@ class Executor:
         if self.recaller is not None:
             self.recaller.wake(sequence)
 
-    def prepare(self, batch: Batch) -> None:
-        """Allocate the blocks that the batch writes.
+    def prepare(self, step: SequenceStep) -> None:
+        """Allocate the blocks that a part of a step writes.
 
         Raises:
             PoolFullError: the gpu pool has no room; what was allocated stays with its sequence.
         """
-        for step in batch.steps:
-            sequence = step.sequence
-            if self.recaller is not None:
-                self.recaller.before_step(sequence, step.start)
-            if self.full is not None:
-                self.full.before_step(sequence, step.start + step.query_len)
-            for index in sequence.table.missing(step.start, step.start + step.query_len):
-                sequence.table.add(index, self._tiers.allocate())
+        sequence = step.sequence
+        if self.recaller is not None:
+            self.recaller.before_step(sequence, step.start)
+        if self.full is not None:
+            self.full.before_step(sequence, step.start + step.query_len)
+        for index in sequence.table.missing(step.start, step.start + step.query_len):
+            sequence.table.add(index, self._tiers.allocate())
 
     @property
     def max_sequences(self) -> int:
@@ -230,14 +229,13 @@ class Executor:
         """A piece of what the tiers do when no step waits; whether there is more."""
         return self._tiers.between_steps(idle=idle)
 
-    def postprocess(self, batch: Batch) -> None:
-        """Count the tokens as computed; seal full blocks, then drop what no query needs."""
-        for step in batch.steps:
-            if step.wanted is Wanted.LOGITS:
-                self.advance(step.sequence, step.query_len - 1)
-                step.sequence.head_is_written = True
-            else:
-                self.advance(step.sequence, step.query_len)
+    def postprocess(self, step: SequenceStep) -> None:
+        """Count a part's tokens as computed; seal full blocks, then drop what no query needs."""
+        if step.wanted is Wanted.LOGITS:
+            self.advance(step.sequence, step.query_len - 1)
+            step.sequence.head_is_written = True
+        else:
+            self.advance(step.sequence, step.query_len)
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens whose KV exists as computed; seal full blocks, then drop expired ones."""

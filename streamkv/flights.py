@@ -65,14 +65,14 @@ class LaunchExecutor(Protocol):
     def max_sequences(self) -> int:
         """Sequences of one step, at most."""
 
-    def prepare(self, batch: Batch) -> None:
-        """Make live the blocks that the batch writes."""
+    def prepare(self, step: SequenceStep) -> None:
+        """Make live the blocks that a part of a step writes."""
 
     def launch(self, batch: Batch) -> Flight:
         """Start the batch."""
 
-    def postprocess(self, batch: Batch) -> None:
-        """Count the tokens as computed; seal full blocks, drop expired ones."""
+    def postprocess(self, step: SequenceStep) -> None:
+        """Count its tokens as computed; seal full blocks, drop expired ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -269,7 +269,7 @@ class Flights:
 
     def _prepared(self, step: SequenceStep, job: Job) -> bool:
         try:
-            self._executor.prepare(Batch((step,)))
+            self._executor.prepare(step)
         except BaseException as error:
             self._fail(job, error)
             return False
@@ -292,7 +292,7 @@ class Flights:
             job.launched()
 
     def _postprocess(self, row: _Row, job: Job) -> None:
-        self._executor.postprocess(Batch((row.step,)))
+        self._executor.postprocess(row.step)
         if job.operation.after_step is not None:
             job.operation.after_step()
 
@@ -318,7 +318,7 @@ class Flights:
             return None
         ahead = SequenceStep(sequence, 1, Wanted.LOGITS, step.params, start, source)
         try:
-            self._executor.prepare(Batch((ahead,)))
+            self._executor.prepare(ahead)
         except StreamKVError:
             # No room, or a writer that stopped: whoever asks for the step will hear of it.
             return None

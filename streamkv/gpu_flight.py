@@ -30,7 +30,7 @@ class GpuFlight:
 
     Args:
         steps: its parts.
-        rows: where among the chosen tokens each part is, if there.
+        rows: where among the chosen tokens each part is, if the device chose one for it.
         ids, info: of `GpuSampler.sample`, on the host once arrived.
         logits: float32, on the host once arrived, of the parts whose token the host chooses.
         scores: of each part, on the host once arrived.
@@ -50,9 +50,7 @@ class GpuFlight:
         watch: Stopwatch | None = None,
     ) -> None:
         self._steps = steps
-        self._rows = [
-            row if is_drawn(step) else None for step, row in zip(steps, rows, strict=True)
-        ]
+        self._rows = rows
         self._ids, self._info = ids, info
         self._logits = logits
         self._scores = scores
@@ -142,7 +140,8 @@ class Outputs:
             watch.stop()
         arriving = self._sets[self._turn]
         self._turn = (self._turn + 1) % _NUM_SETS
-        if any(is_drawn(step) for step in steps):
+        chosen = [row if is_drawn(step) else None for step, row in zip(steps, rows, strict=True)]
+        if any(row is not None for row in chosen):
             arriving.copy_(self._chosen, non_blocking=True)
         ids, info = _ids_and_info(arriving)
         sent = {
@@ -151,8 +150,8 @@ class Outputs:
             if logits is not None
             and row is not None
             and steps[index].wanted is Wanted.LOGITS
-            and not is_drawn(steps[index])
+            and chosen[index] is None
         }
         arrived = [None if each is None else to_host(each) for each in scores]
         arrival = Arrival(self._device)
-        return GpuFlight(steps, rows, ids, info, sent, arrived, arrival, watch)
+        return GpuFlight(steps, chosen, ids, info, sent, arrived, arrival, watch)

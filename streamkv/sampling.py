@@ -34,9 +34,9 @@ Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
-    """A chosen token.
+    """A chosen token; nobody changes it.
 
     Attributes:
         token_id: the token.

@@ -108,8 +108,10 @@ class Scheduler:
 
     def _choose(self, max_sequences: int, decoding: list[Work]) -> list[Work]:
         """Who takes part, in the order of the queue."""
-        longer = [work for work in self._queue if not self._is_single(work)]
-        first = min(longer, key=_served_so_far, default=None)
+        first = None
+        if len(decoding) < len(self._queue):
+            longer = [work for work in self._queue if not self._is_single(work)]
+            first = min(longer, key=_served_so_far, default=None)
         if not self.mixes and first is not None:
             takes_chunk = self._chunk_is_next or not decoding
             self._chunk_is_next = not takes_chunk
@@ -136,6 +138,9 @@ class Scheduler:
         return self._next_step(work, self.mixed_chunk).query_len == 1
 
     def _next_step(self, work: Work, chunk: int) -> SequenceStep:
+        if work.num_tokens == 1:
+            params = work.params if work.wanted is Wanted.LOGITS else None
+            return SequenceStep(work.sequence, 1, work.wanted, params)
         # Cut at absolute multiples: a feed and its replay after a crash compute the same chunks.
         room = chunk - work.sequence.num_computed % chunk
         # Fed by whole chunks, a stream is always one token behind: no step for that one alone.

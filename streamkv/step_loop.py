@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from streamkv.admission import State
-from streamkv.batch import Batch, Flight, StepResult, Wanted
+from streamkv.batch import Batch, Flight, SequenceStep, StepResult, Wanted
 from streamkv.errors import EngineClosedError
 from streamkv.flights import PATIENCE_S, Flights, Job
 from streamkv.instruments import Instruments
@@ -40,14 +40,14 @@ class StepExecutor(Protocol):
     def max_sequences(self) -> int:
         """Sequences of one step, at most."""
 
-    def prepare(self, batch: Batch) -> None:
-        """Make live the blocks that the batch writes."""
+    def prepare(self, step: SequenceStep) -> None:
+        """Make live the blocks that a part of a step writes."""
 
     def launch(self, batch: Batch) -> Flight:
         """Start the batch."""
 
-    def postprocess(self, batch: Batch) -> None:
-        """Count the tokens as computed; seal full blocks, drop expired ones."""
+    def postprocess(self, step: SequenceStep) -> None:
+        """Count its tokens as computed; seal full blocks, drop expired ones."""
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """The same for tokens whose KV exists already."""

@@ -55,14 +55,8 @@ class _Layout:
 
 
 def most_entries(sequence: Sequence) -> int:
-    """A bound: a block has an entry, and each run of sink tokens in it two more at most.
-
-    A recalled block has one more at most, for it shows what is no sink token.
-    """
-    num_ranges = len(sequence.window.sink_ranges)
-    num_recalled = len(sequence.table.recalled)
-    num_live = len(sequence.table) + 2 * num_ranges
-    return num_live + (num_recalled + num_ranges if num_recalled else 0)
+    """A bound of the entries that any query sees."""
+    return sequence.table.most_entries(len(sequence.window.sink_ranges))
 
 
 class StepTable:

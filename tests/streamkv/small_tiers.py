@@ -49,12 +49,14 @@ class SmallTiers:
     ) -> list[StepResult]:
         """One step over `num_tokens` pending tokens; a token's KV is its own index, everywhere."""
         batch = Batch((SequenceStep(sequence, num_tokens, wanted),))
-        self.executor.prepare(batch)
+        for step in batch.steps:
+            self.executor.prepare(step)
         for token in range(sequence.num_computed, sequence.num_computed + num_tokens):
             block_id, offset = divmod(sequence.table.slot(token), SIZE)
             self.gpu_pool.data[block_id, :, :, :, offset] = float(token)
         results = self.executor.run(batch)
-        self.executor.postprocess(batch)
+        for step in batch.steps:
+            self.executor.postprocess(step)
         return results
 
     def restored(self, key: BlockKey) -> list[float] | None:

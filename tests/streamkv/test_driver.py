@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamkv.batch import Batch, Flight
+from streamkv.batch import Batch, Flight, SequenceStep
 from streamkv.driver import END, NEED_ITEM, AsyncOutputs, Outputs, Steps, Turnstile
 from streamkv.errors import EngineClosedError, SessionError
 from streamkv.sequence import Sequence
@@ -24,7 +24,7 @@ WAIT_S = 30
 class IdleExecutor:
     """For a loop that carries out calls only."""
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, step: SequenceStep) -> None:
         raise AssertionError("no step is asked for")
 
     max_sequences = 1
@@ -35,7 +35,7 @@ class IdleExecutor:
     def launch(self, batch: Batch) -> Flight:
         raise AssertionError("no step is asked for")
 
-    def postprocess(self, batch: Batch) -> None:
+    def postprocess(self, step: SequenceStep) -> None:
         raise AssertionError("no step is asked for")
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:

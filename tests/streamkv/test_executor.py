@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_tiers import SmallTiers, small_tiers
 
-from streamkv.batch import Batch, SequenceStep, Wanted
+from streamkv.batch import SequenceStep, Wanted
 from streamkv.errors import PoolFullError
 from streamkv.window import Window
 
@@ -23,9 +23,9 @@ def test_only_the_blocks_that_a_step_writes_are_made_live(tiers: SmallTiers) -> 
     one, two = tiers.sequence(WINDOW, 1), tiers.sequence(WINDOW, 2)
     one.append(range(20))
     two.append(range(3))
-    batch = Batch((SequenceStep(one, 5), SequenceStep(two, 3)))
-    tiers.executor.prepare(batch)
-    tiers.executor.prepare(batch)
+    for _ in range(2):
+        tiers.executor.prepare(SequenceStep(one, 5))
+        tiers.executor.prepare(SequenceStep(two, 3))
     assert [block.block_index for block in one.table] == [0, 1]
     assert [block.block_index for block in two.table] == [0]
     assert len({block.block_id for table in (one.table, two.table) for block in table}) == 3

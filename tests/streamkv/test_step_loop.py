@@ -13,7 +13,7 @@ from fake_device import Device
 from fake_model import Oracle
 from small_tiers import SmallTiers, small_tiers
 
-from streamkv.batch import Batch, Landed, StepResult, Wanted
+from streamkv.batch import Batch, Landed, SequenceStep, StepResult, Wanted
 from streamkv.errors import EngineClosedError
 from streamkv.executor import Executor
 from streamkv.sampling import SampledToken
@@ -46,8 +46,7 @@ class NotingExecutor:
     def launch(self, batch: Batch) -> Landed:
         return Landed(self.run(batch))
 
-    def prepare(self, batch: Batch) -> None:
-        [step] = batch.steps
+    def prepare(self, step: SequenceStep) -> None:
         self.before_step(step.sequence.seq_id)
 
     def run(self, batch: Batch) -> list[StepResult]:
@@ -63,8 +62,7 @@ class NotingExecutor:
             case Wanted.NOTHING:
                 return [StepResult()]
 
-    def postprocess(self, batch: Batch) -> None:
-        [step] = batch.steps
+    def postprocess(self, step: SequenceStep) -> None:
         self.advance(step.sequence, step.query_len)
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
@@ -574,16 +572,15 @@ def test_a_step_waits_for_those_who_were_just_served(monkeypatch: pytest.MonkeyP
     class Wide(NotingExecutor):
         max_sequences = 8
 
-        def prepare(self, batch: Batch) -> None:
+        def prepare(self, step: SequenceStep) -> None:
             pass
 
         def run(self, batch: Batch) -> list[StepResult]:
             sizes.append(len(batch.steps))
             return [StepResult(logits=torch.zeros(2)) for _ in batch.steps]
 
-        def postprocess(self, batch: Batch) -> None:
-            for step in batch.steps:
-                step.sequence.advance(step.query_len)
+        def postprocess(self, step: SequenceStep) -> None:
+            step.sequence.advance(step.query_len)
 
     wide = StepLoop(Wide(), 64)
     sequences = [sequence(number, 60) for number in (1, 2)]
