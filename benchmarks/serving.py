@@ -194,13 +194,16 @@ def main() -> int:
     parser.add_argument("--think", type=float, help="mean seconds between turns (4; 4)")
     parser.add_argument("--room", type=int, help="sessions that the gpu pool has room for (4; 64)")
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--cpu-bytes", default="2GiB")
+    parser.add_argument("--cpu-bytes", help="of the cpu pool (2GiB; 24GiB on a GPU)")
     options = parser.parse_args()
     is_gpu = options.device == "cuda"
     preset = {"sessions": 24, "rate": 0.5, "answer": 24, "think": 4.0, "room": 4}
+    preset |= {"cpu_bytes": "2GiB"}
     if is_gpu:
         require(torch.cuda.is_available(), "there is no GPU")
         preset = {"sessions": 512, "rate": 20.0, "answer": 128, "think": 4.0, "room": 64}
+        # Room for all: `cpu_only` has nowhere else to put them.
+        preset |= {"cpu_bytes": "24GiB"}
     if options.quick:
         preset |= {"sessions": 6, "rate": 3.0, "answer": 6, "think": 0.2, "room": 2}
     for name, value in preset.items():

@@ -83,7 +83,9 @@ class TritonRunner:
         self._observes = observes
         self._observers: dict[int, ObservedQueries] = {}
         self.max_sequences = min(max_sequences, BUCKETS[-1])
-        num_rows = max(buckets_for(self.max_sequences) + mixed_buckets_for(self.max_sequences))
+        mixes = mixed_chunk > 0 and not batch_invariant
+        mixed = mixed_buckets_for(self.max_sequences) if mixes else []
+        num_rows = max(buckets_for(self.max_sequences) + mixed)
         self._pool = pool
         self._device = pool.device
         num_positions = max(max_distance, max_chunk) + MARGIN
@@ -96,7 +98,6 @@ class TritonRunner:
         captures = capacity > 0 and self._device.type == "cuda"
         self._gpu_model = GpuModel(model, num_rows, cache, captures)
         self._graphs = self._capture(capacity) if captures else None
-        mixes = mixed_chunk > 0 and not batch_invariant
         self._mixed = self._capture_mixed(mixed_chunk, capacity or 64) if mixes else None
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from streamkv.batch import Batch, SequenceStep, StepResult, Wanted
 from streamkv.decode_graphs import BUCKETS, buckets_for
+from streamkv.mixed_graphs import mixed_buckets_for
 from streamkv.model import ModelAdapter
 from streamkv.sampling_params import SamplingParams
 from streamkv.sequence import Sequence
@@ -58,6 +59,10 @@ def test_a_runner_has_room_for_the_rows_that_pad_its_largest_step(
     runner = TritonRunner(adapter, pool.data, 4096, max_sequences=num_sequences)
     assert runner.max_sequences == min(num_sequences, 64)
     assert len(runner._outputs.ids) == buckets_for(num_sequences)[-1]
+    mixing = TritonRunner(
+        adapter, pool.data, 4096, max_sequences=num_sequences, batch_invariant=False, mixed_chunk=64
+    )
+    assert len(mixing._outputs.ids) >= mixed_buckets_for(num_sequences)[-1]
 
 
 class Bench:
