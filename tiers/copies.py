@@ -4,7 +4,6 @@ Invariant: the source of a copy is let go of once, and not while it is still bei
 after an error. This module does not know where sources lie, nor what holds them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,8 +60,8 @@ class Promotions:
         return len(self._pairs)
 
     def start(self) -> None:
-        """Issue all of them."""
-        if self._pairs:
+        """Issue all of them, if they are not issued."""
+        if self._pairs and self._completion is None:
             self._completion = self._promote(self._pairs)
 
     def are_done(self) -> bool:
@@ -106,11 +105,12 @@ class Copies:
             self._promotions.append(copy)
 
     def start(self) -> None:
-        """Issue all of them."""
+        """Issue those that are not issued."""
         for promotions in self._promotions:
             promotions.start()
         for copy in self._copies:
-            copy.completion = copy.start()
+            if copy.completion is None:
+                copy.completion = copy.start()
 
     def are_done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -129,13 +129,13 @@ class Copies:
     def wait(self) -> None:
         """Wait for all, and let go of their sources."""
         self.wait_until_done()
-        counted = Counter(copy.counted_as for copy in self._copies)
-        num_promoted = sum(map(len, self._promotions))
-        if num_promoted:
-            counted.update({"promotions": num_promoted, "cpu_reads": num_promoted})
+        counted = {}
+        if num_promoted := sum(map(len, self._promotions)):
+            counted = {"promotions": num_promoted, "cpu_reads": num_promoted}
         for copy in self._copies:
             assert copy.completion is not None
             copy.completion = None
+            counted[copy.counted_as] = counted.get(copy.counted_as, 0) + 1
         if counted:
             self._counters.add_all(counted)
         self.end()

@@ -8,7 +8,7 @@ for each block in use, nothing for others.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from streamkv.tiers.free_list import FreeList
 from streamkv.tiers.spec import BlockKey
@@ -91,17 +91,18 @@ class Residents:
         """An owned block is full and has a name now."""
         self.seal_many(((key, block_id),))
 
-    def seal_many(self, named: Iterable[tuple[BlockKey, int]]) -> None:
-        """`seal` each of several blocks, in their order."""
-        owned, keys, blocks = self._owned, self._keys, self._blocks
+    def seal_many(self, named: Sequence[tuple[BlockKey, int]]) -> None:
+        """`seal` each of several different blocks, in their order."""
+        ids = {block_id: key for key, block_id in named}
+        assert len(ids) == len(named) and self._owned.issuperset(ids), f"of {ids} one has no owner"
+        assert self._keys.keys().isdisjoint(ids), f"of {ids} one is sealed already"
+        self._keys.update(ids)
+        blocks = self._blocks
         for key, block_id in named:
-            assert block_id in owned, f"block {block_id} has no owner"
-            assert block_id not in keys, f"block {block_id} is sealed already"
-            keys[block_id] = key
-            if (of_name := blocks.get(key)) is None:
-                blocks[key] = {block_id}
+            if key in blocks:
+                blocks[key].add(block_id)
             else:
-                of_name.add(block_id)
+                blocks[key] = {block_id}
 
     def ref_count(self, block_id: int) -> int:
         """Sequences that a block belongs to."""

@@ -29,6 +29,10 @@ from streamkv.tiers.usage import Counters
 _log = logging.getLogger(__name__)
 
 
+EAGER = 4
+"""Blocks whose copies are issued before the others are looked up: that takes as long as they do."""
+
+
 class Target(NamedTuple):
     """A block that is wanted, and the allocated gpu block that it goes to."""
 
@@ -76,25 +80,32 @@ class Restore:
         """See `Restoring.begin`."""
         among_gpu_blocks = Copies(self._restoring.counters)
         try:
-            copies, promotions, self._found = self._restoring.sources(self.targets)
-            for copy in copies:
-                among_gpu_blocks.add(copy)
-            self._copies.add(promotions)
-            # The ssd takes longest, so it is asked first, and reads while all else is done.
-            for at, target in enumerate(self.targets):
-                if self._found[at]:
-                    continue
-                if (read := self._restoring.under_way(target.key)) is not None:
-                    self._awaited[at] = read
-                else:
-                    self._reads[at] = self._restoring.read(target)
+            self._begin_part(0, EAGER, among_gpu_blocks)
+            if len(self.targets) > EAGER:
+                self._begin_part(EAGER, len(self.targets), among_gpu_blocks)
             among_gpu_blocks.start()
-            self._copies.start()
             among_gpu_blocks.wait()
         except BaseException:
             among_gpu_blocks.end()
             self.abandon()
             raise
+
+    def _begin_part(self, first: int, end: int, among_gpu_blocks: Copies) -> None:
+        copies, promotions, found = self._restoring.sources(self.targets[first:end])
+        for copy in copies:
+            among_gpu_blocks.add(copy)
+        self._copies.add(promotions)
+        self._found[first:end] = found
+        # The ssd takes longest, so it is asked first, and reads while all else is done.
+        for at, is_found in enumerate(found, first):
+            if is_found:
+                continue
+            target = self.targets[at]
+            if (read := self._restoring.under_way(target.key)) is not None:
+                self._awaited[at] = read
+            else:
+                self._reads[at] = self._restoring.read(target)
+        self._copies.start()
 
     def is_done(self) -> bool:
         """Whether `wait` would not have to wait, but for blocks that are being prefetched."""
