@@ -18,9 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
-from streamkv.entry_columns import EntryColumns, Int64s, have_sinks, in_order, listed, plain
+from streamkv.entry_columns import EntryColumns, by_kind, in_order, listed, plain_blocks
 from streamkv.recalled import RecalledBlocks
 from streamkv.table_entry import TableEntry
 from streamkv.tiers.spec import BlockKey
@@ -189,25 +187,17 @@ class BlockTable:
         return self._made[1]
 
     def _columns(self, window: Window, query_start: int, query_end: int) -> EntryColumns:
-        size, count = self.block_size, len(self._blocks)
-        starts = np.fromiter(self._blocks, np.int64, count) * size
-        block_ids = np.fromiter(
-            [block.block_id for block in self._blocks.values()], np.int64, count
-        )
         first_visible = window.first_visible(query_start)
-        are_cut = have_sinks(window, starts, size)
-        ends = np.minimum(starts + size, query_end)
-        are_plain = ~are_cut & (starts < query_end) & (ends > first_visible)
-        recent = plain(block_ids[are_plain], starts[are_plain], NO_CAP, ends[are_plain])
+        ids = [block.block_id for block in self._blocks.values()]
+        recent, cut = plain_blocks(
+            list(self._blocks), ids, self.block_size, window, first_visible, query_end
+        )
         sinks, others = list[TableEntry](), list[TableEntry]()
-        for start in starts[are_cut & (starts < query_end)].tolist():
-            block = self._blocks[start // size]
-            self._show(window, block, first_visible, query_end, sinks, others)
+        for index in cut:
+            self._show(window, self._blocks[index], first_visible, query_end, sinks, others)
         if others:
             recent = in_order(listed(others), recent)
-        recalled = self.recalled.columns(window, query_end)
-        parts: list[Int64s] = [listed(sinks), recalled, recent]
-        return EntryColumns(np.concatenate(parts, axis=1), len(sinks), recalled.shape[1])
+        return by_kind(listed(sinks), self.recalled.columns(window, query_end), recent)
 
     def _show(
         self,

@@ -6,14 +6,14 @@ of 66 entries costs microseconds, where as many tuples cost a millisecond that o
 interpreter wait for. Pure bookkeeping.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamkv.table_entry import TableEntry
-from streamkv.window import Window
+from streamkv.window import NO_CAP, Window
 
 Int64s = npt.NDArray[np.int64]
 
@@ -54,6 +54,43 @@ def plain(block_ids: Int64s, starts: Int64s, caps: Int64s | int, ends: Int64s) -
     values[BLOCK_ID], values[START], values[CAP] = block_ids, starts, caps
     values[END_VALID] = ends - starts
     return values
+
+
+def plain_blocks(
+    indices: Sequence[int],
+    block_ids: Sequence[int],
+    block_size: int,
+    window: Window,
+    first_visible: int,
+    query_end: int,
+) -> tuple[Int64s, list[int]]:
+    """The entries of those live blocks that have no sink token.
+
+    Args:
+        indices: of live blocks, ascending.
+        block_ids: where they lie.
+        block_size: tokens of each.
+        window: its sink ranges.
+        first_visible: what is shown ends behind this token.
+        query_end: and begins before this one.
+
+    Returns:
+        int64 [5, n], and the indices of the blocks with sink tokens that begin before `query_end`.
+    """
+    count = len(indices)
+    starts = np.fromiter(indices, np.int64, count) * block_size
+    ids = np.fromiter(block_ids, np.int64, count)
+    are_cut = have_sinks(window, starts, block_size)
+    ends = np.minimum(starts + block_size, query_end)
+    are_seen = ~are_cut & (starts < query_end) & (ends > first_visible)
+    cut = starts[are_cut & (starts < query_end)] // block_size
+    return plain(ids[are_seen], starts[are_seen], NO_CAP, ends[are_seen]), cut.tolist()
+
+
+def by_kind(sinks: Int64s, recalled: Int64s, recent: Int64s) -> EntryColumns:
+    """All of them, each int64 [5, n], one kind behind the other."""
+    values = np.concatenate([sinks, recalled, recent], axis=1)
+    return EntryColumns(values, sinks.shape[1], recalled.shape[1])
 
 
 def in_order(*parts: Int64s) -> Int64s:

@@ -147,7 +147,7 @@ def test_only_other_cuts_in_16_bits_may_differ_by_more() -> None:
 def test_a_tier_that_brings_nothing_back_was_not_checked(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LowerTiers, "lock", lambda self, key: None)
+    monkeypatch.setattr(LowerTiers, "lock_many", lambda self, keys: [None] * len(keys))
     monkeypatch.setattr(LowerTiers, "read_into", lambda self, key, out: False)
     outcome = check(tiny_model_dir, "ssd")["ssd"]
     assert outcome.num_different == 0, "computing all of it anew is right, too"

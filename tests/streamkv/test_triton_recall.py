@@ -79,7 +79,7 @@ def triton_engine(model: Path, **others: Any) -> Iterator[Engine]:
     with (
         mock.patch.object(engine_module, "make_runner", make),
         # Fewer programs for each sequence: they are what takes the interpreter its time.
-        mock.patch.object(gpu_decode, "_processors", lambda device: 1),
+        mock.patch.object(gpu_decode, "processors", lambda device: 1),
         Engine(str(model), options(**others)) as engine,
     ):
         yield engine
