@@ -107,7 +107,7 @@ class BlockTable:
         has one more at most, for it shows what is no sink token.
         """
         num_live = len(self._blocks) + 2 * num_ranges
-        num_recalled = self.recalled.num_blocks
+        num_recalled = len(self.recalled)
         return num_live + (num_recalled + num_ranges if num_recalled else 0)
 
     def missing(self, first_token: int, end_token: int) -> list[int]:

@@ -71,7 +71,7 @@ class ChunkTable:
         self.size, self.capacity, self.parts = size, capacity, parts
         self._pool, self._shape = pool, shape
         self._rows = gpu.prefill_launch(shape).rows
-        num_tiles = num_programs(shape, size, self._rows) * parts
+        num_tiles = num_tiles_of(shape, size, self._rows) * parts
         wide = dict.fromkeys(("ids", "slots", "targets"), size)
         wide |= {"head_rows": num_head_rows, "query_starts": 1, "window_sizes": 1}
         wide |= dict.fromkeys(("addresses", "starts", "caps"), capacity)
@@ -129,7 +129,7 @@ class ChunkTable:
         self._words.upload()
 
 
-def num_programs(shape: gpu.Shape, size: int, rows: int) -> int:
+def num_tiles_of(shape: gpu.Shape, size: int, rows: int) -> int:
     """Tiles of a chunk."""
     return -(-size // max(1, rows // shape.group))
 

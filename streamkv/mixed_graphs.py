@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from streamkv.batch import SequenceStep, Wanted
-from streamkv.chunk_table import Chunk, ChunkTable, num_programs
+from streamkv.chunk_table import Chunk, ChunkTable, num_tiles_of
 from streamkv.decode_graphs import BUCKETS
 from streamkv.kernels import gpu
 from streamkv.kernels.rope import RopeTables
@@ -180,7 +180,7 @@ class MixedGraphs:
     def _made(self, bucket: int, captures: bool) -> _Captured:
         device, shape = self._pool.device, self._shape
         processors = gpu.processors(device)
-        tiles = num_programs(shape, self._size, gpu.prefill_launch(shape).rows)
+        tiles = num_tiles_of(shape, self._size, gpu.prefill_launch(shape).rows)
         parts = max(1, min(self._capacity, processors // (tiles * shape.num_kv_heads)))
         rows = StepTable(bucket, self._capacity, self._pool)
         chunk = ChunkTable(self._size, bucket, self._capacity, self._pool, shape, parts)

@@ -55,11 +55,6 @@ class RecalledBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @property
-    def num_blocks(self) -> int:
-        """How many there are."""
-        return len(self._blocks)
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._blocks)
 

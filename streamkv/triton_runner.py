@@ -250,7 +250,7 @@ class TritonRunner:
         if self._device.type == "cuda" and not captures:
             return None
         model = Parts(
-            lambda ids, attend: self._gpu_model.hidden(ids, attend),
+            self._gpu_model.hidden,
             self.model.head,
             lambda logits: self._sampler.choose(logits, *self._chosen(len(logits))),
             self._outputs.ids,

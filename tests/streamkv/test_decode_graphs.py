@@ -59,9 +59,7 @@ def test_a_runner_has_room_for_the_rows_that_pad_its_largest_step(
     runner = TritonRunner(adapter, pool.data, 4096, max_sequences=num_sequences)
     assert runner.max_sequences == min(num_sequences, 64)
     assert len(runner._outputs.ids) == buckets_for(num_sequences)[-1]
-    mixing = TritonRunner(
-        adapter, pool.data, 4096, max_sequences=num_sequences, batch_invariant=False, mixed_chunk=64
-    )
+    mixing = TritonRunner(adapter, pool.data, 4096, max_sequences=num_sequences, mixed_chunk=64)
     assert len(mixing._outputs.ids) >= mixed_buckets_for(num_sequences)[-1]
 
 
