@@ -127,7 +127,7 @@ def test_the_self_check_is_a_table(run: Run, tiny_model_dir: Path) -> None:
 def test_the_self_check_fails_when_a_tier_brings_nothing_back(
     run: Run, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LowerTiers, "lock", lambda self, key: None)
+    monkeypatch.setattr(LowerTiers, "lock_many", lambda self, keys: [None] * len(keys))
     monkeypatch.setattr(LowerTiers, "read_into", lambda self, key, out: False)
     ran = run("doctor", "--model", tiny_model_dir, "--self-check", "--json")
     assert ran.code == 1
