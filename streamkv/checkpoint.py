@@ -105,11 +105,17 @@ class Checkpointer:
         self.finish_or_log()
 
     def after_step(self) -> None:
-        """Journal a checkpoint that has been written, begin one that is due."""
-        if self._pending is not None and self._pending[0].done():
-            self.finish_or_log()
-        if self._pending is None and self._is_due():
+        """Journal a checkpoint that has been written, begin one that is due.
+
+        One that still waits for the tiers' leisure is given up for it.
+        """
+        waits = self.journal_if_done()
+        if self._is_due() and (not waits or self._gives_way()):
             self.begin()
+
+    def _gives_way(self) -> bool:
+        """Whether the checkpoint in hand has waited for leisure, and is given up for a new one."""
+        return self._pending is not None and self._pending[0].is_kept() and self.may_begin()
 
     def _is_due(self) -> bool:
         """Whether a block was filled since the last one, and enough tokens or time went by."""
@@ -147,17 +153,37 @@ class Checkpointer:
         if gone := [index for index in range(first, end) if index not in live]:
             self._tiers.write_down(self._keys_of(gone[0], gone[-1] + 1))
 
-    def begin_with(self, open_block: Wanted | None) -> CheckpointTicket | None:
-        """Hand the window to the writer, and the open block with it, which no record names.
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint was begun that is not journaled yet."""
+        return self._pending is not None
+
+    def may_begin(self) -> bool:
+        """Whether none is being made right now; one that has only been asked for is given up."""
+        if self._pending is None:
+            return True
+        ticket = self._pending[0]
+        if not ticket.done() and not self._tiers.give_up_checkpoint(ticket):
+            return False
+        self.finish_or_log()
+        return True
+
+    def journal_if_done(self) -> bool:
+        """Journal a checkpoint that has been made; whether one is still being waited for."""
+        if self._pending is not None and self._pending[0].done():
+            self.finish_or_log()
+        return self._pending is not None
+
+    def begin_at_leisure(self, open_block: Wanted | None) -> CheckpointTicket | None:
+        """Hand the window to the tiers, and the open block with it, which no record names.
+
+        The caller wants the gpu blocks back: the ticket tells when memory holds them.
+        `journal_if_done` journals it once all is stored.
 
         Returns:
-            What tells how it went; `None` if a checkpoint cannot be made now. `finish_or_log`
-            journals it.
+            What tells how it goes; `None` if no checkpoint can be made of what there is.
         """
-        if self._pending is not None:
-            if not self._pending[0].done():
-                return None
-            self.finish_or_log()
+        assert self._pending is None, "may_begin was not asked"
         window = self._window_blocks()
         if window is None:
             return None
@@ -165,7 +191,7 @@ class Checkpointer:
         if open_block is not None:
             blocks.append(open_block)
         self._begun_at, self._begun_s = window.token_index, time.monotonic()
-        ticket = self._tiers.checkpoint(self._name, blocks)
+        ticket = self._tiers.checkpoint(self._name, blocks, at_leisure=True)
         self._pending = (ticket, window)
         return ticket
 
@@ -192,7 +218,7 @@ class Checkpointer:
             return
         ticket, window = self._pending
         self._pending = None
-        if ticket.wait():
+        if self._tiers.wait_for_checkpoint(ticket):
             if self._before is not None:
                 self._before()
             self._journal.append(Checkpoint(window.token_index, window.encode()))

@@ -7,6 +7,7 @@ a kill; what it refused has changed nothing.
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
+from contextlib import contextmanager
 from typing import Any
 
 from streamkv.chat import Segment
@@ -114,6 +115,16 @@ class Intake:
     def _is_start(self) -> bool:
         """Whether no text precedes; a tokenizer's prefix (BOS) does not count as text."""
         return self._sequence.num_tokens <= len(self._tokenizer.prefix_ids)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[bool]:
+        """Keep others from the journal; False: it is in other hands, or closed."""
+        is_mine = self.lock.acquire(blocking=False)
+        try:
+            yield is_mine and not self._closed
+        finally:
+            if is_mine:
+                self.lock.release()
 
     def restore(self, text_chars: int, tail: str, has_turns: bool) -> None:
         """Go on where the journal ends.

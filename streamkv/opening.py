@@ -330,6 +330,7 @@ class SessionOpener:
             live.checkpointer,
             live.recompute,
             self._blocks_of_window,
+            live.intake.at_hand,
         )
         live.sleeper = sleeper
         if source is not None:

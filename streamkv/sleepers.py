@@ -21,6 +21,9 @@ from streamkv.sleeping import Sleeper
 
 Clock = Callable[[], float]
 
+STORED_LOOK_S = 0.05
+"""How often it is looked for whether those who fell asleep have been stored."""
+
 
 @dataclass(slots=True, eq=False)
 class Waiter:
@@ -82,6 +85,7 @@ class Sleepers:
         self._by_name: dict[Hashable, _Sleepy] = {}
         self._newcomers: dict[Hashable, Future[None]] = {}
         self._busy: defaultdict[Sequence, int] = defaultdict(int)
+        self._unstored: dict[_Sleepy, None] = {}
         self.num_slept = 0
         self.num_woken = 0
         self.queue_s: Callable[[float], None] = lambda seconds: None
@@ -96,10 +100,11 @@ class Sleepers:
 
     @property
     def next_look_s(self) -> float | None:
-        """Seconds until somebody may have rested long enough; `None`: no need to look."""
-        if self._sleep_after_s is None or not self._admission.num_in(State.AWAKE):
-            return None
-        return max(0.01, self._sleep_after_s / 4)
+        """Seconds until somebody may have rested long enough, or be stored; `None`: nobody is."""
+        looks = [STORED_LOOK_S] if self._unstored else []
+        if self._sleep_after_s is not None and self._admission.num_in(State.AWAKE):
+            looks.append(max(0.01, self._sleep_after_s / 4))
+        return min(looks, default=None)
 
     def add(self, name: str, sequence: Sequence, sleeper: Sleeper) -> None:
         """A session that entered is open."""
@@ -126,6 +131,7 @@ class Sleepers:
         """A session has ended, with nothing of it under way, or is not opened after all."""
         session = self._by_name.pop(name, None)
         if session is not None:
+            self._unstored.pop(session, None)
             del self._sessions[session.sequence]
             self._busy.pop(session.sequence, None)
         self._newcomers.pop(name, None)
@@ -281,6 +287,7 @@ class Sleepers:
         Returns:
             Whether anything changed.
         """
+        self._journal_what_is_stored()
         changed = self._end_leaving()
         changed |= self._end_waking()
         changed |= self._withdraw_unwanted()
@@ -345,10 +352,20 @@ class Sleepers:
                 self._admission.left(name)
                 self._admission.resize(name, session.sleeper.num_blocks)
                 self.num_slept += 1
+                self._unstored[session] = None
             else:
                 self._admission.stay(name, must=True)
             self._ask_again(session)
         return changed
+
+    def _journal_what_is_stored(self) -> None:
+        for session in list(self._unstored):
+            if session.is_held:
+                continue  # its journal, too, is in other hands
+            # Who is awake again looks after it with each step.
+            is_asleep = session.sleeper.asleep is not None
+            if not is_asleep or not session.sleeper.journal_if_stored():
+                del self._unstored[session]
 
     def _ask_again(self, session: _Sleepy) -> None:
         """What a session was interrupted in goes on when it is its turn again."""

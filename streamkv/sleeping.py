@@ -1,6 +1,7 @@
 """How one session's blocks leave the gpu pool, and come back. Mechanism; who sleeps is not known.
 
-    begin_leaving -> is_settled -> leave   window and open block are kept in the tiers below
+    begin_leaving -> is_settled -> leave   window and open block are kept in the tiers below:
+                                           in memory, until there is leisure to store them
                                    stay    they could not be, or the session is wanted again
     begin_waking  -> is_there   -> wake    all is in the gpu pool as it was, bit for bit
 
@@ -13,6 +14,7 @@ Only the engine's thread comes here, and nothing of the session is under way.
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from streamkv.block_table import LiveBlock
@@ -63,6 +65,7 @@ class Sleeper:
         checkpointer: of its journal; `None` without one.
         replay: has the window computed anew.
         need: blocks that a session with such a window needs while it is awake.
+        at_hand: keeps others from the journal; False: it is in other hands, or closed.
 
     Attributes:
         asleep: what was there; `None` while the session is awake.
@@ -77,6 +80,7 @@ class Sleeper:
         checkpointer: Checkpointer | None,
         replay: Callable[[], None],
         need: Callable[[Window], int],
+        at_hand: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         self._name = name
         self._sequence = sequence
@@ -85,8 +89,9 @@ class Sleeper:
         self._checkpointer = checkpointer
         self._replay = replay
         self._need = need
+        self._at_hand = at_hand
         self.asleep: Asleep | None = None
-        self._leaving: tuple[CheckpointTicket, Asleep] | None = None
+        self._leaving: tuple[CheckpointTicket | None, Asleep] | None = None
         self._waking: tuple[Restore, list[LiveBlock]] | None = None
 
     @property
@@ -125,25 +130,28 @@ class Sleeper:
         sequence = self._sequence
         if self._executor.attention(sequence) == "full" or not sequence.is_exact:
             return False
-        found = self._live_blocks(sequence)
-        ticket = self._keep(found)
-        if ticket is None:
-            return False
-        self._leaving = ticket, found
+        self._leaving = None, self._live_blocks(sequence)
         return True
 
     def is_settled(self) -> bool:
         """Whether it is known if what is live is kept below."""
         assert self._leaving is not None
-        return self._leaving[0].done()
+        ticket, found = self._leaving
+        if ticket is None:
+            if self._checkpointer is not None and not self._may_begin(self._checkpointer):
+                return False  # the disk is busy with what was live some time ago
+            ticket = self._keep(found)
+            self._leaving = ticket, found
+        return ticket.is_kept() or ticket.done()
 
     def leave(self) -> bool:
         """Give the blocks back. False: the tiers could not keep them, and the session stays."""
         assert self._leaving is not None
         ticket, found = self._leaving
         self._leaving = None
+        assert ticket is not None
         try:
-            is_kept = ticket.wait() or ticket.missing == 0
+            is_kept = ticket.is_kept() or ticket.wait() or ticket.missing == 0
             if is_kept:
                 self._executor.fall_asleep(self._sequence)
         # Whatever has stopped the tiers' worker: the session goes on with what it has.
@@ -152,11 +160,16 @@ class Sleeper:
             return False
         if not is_kept:
             return False
-        if self._checkpointer is not None:
-            self._checkpointer.finish_or_log()
         give_back(self._tiers, self._sequence.table.take_all())
         self.asleep = found
         return True
+
+    def journal_if_stored(self) -> bool:
+        """Journal what is stored by now; whether there is more to come."""
+        if self._checkpointer is None or not self._checkpointer.is_pending:
+            return False
+        with self._at_hand() as is_at_hand:
+            return not is_at_hand or self._checkpointer.journal_if_done()
 
     def stay(self) -> None:
         """Leave nothing: the session is wanted again, or it ends."""
@@ -256,18 +269,22 @@ class Sleeper:
         key = partial_key(self._name, sequence.chain_key, written, policy)
         return Asleep(blocks, (index, key))
 
-    def _keep(self, found: Asleep) -> CheckpointTicket | None:
+    def _may_begin(self, checkpointer: Checkpointer) -> bool:
+        with self._at_hand() as is_at_hand:
+            return is_at_hand and checkpointer.may_begin()
+
+    def _keep(self, found: Asleep) -> CheckpointTicket:
         table = self._sequence.table
         wanted = [(key, table[index].block_id) for index, key in found.all_blocks]
+        refused = CheckpointTicket()
+        refused.resolve(durable=not wanted, missing=len(wanted))
         if not wanted:
-            ticket = CheckpointTicket()
-            ticket.resolve(durable=True)
-            return ticket
+            return refused
         open_block = wanted[-1] if found.open_block is not None else None
         try:
             if self._checkpointer is None:
                 return self._tiers.checkpoint(self._name, wanted)
-            return self._checkpointer.begin_with(open_block)
+            return self._checkpointer.begin_at_leisure(open_block) or refused
         except StreamKVError as error:
             _log.warning("session %r cannot sleep now: %s", self._name, error)
-            return None
+            return refused

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from streamkv.errors import InputError, StoreError
-from streamkv.tiers.jobs import Checkpoint, Collect, Demote, Forget, Job
+from streamkv.tiers.jobs import Checkpoint, CheckpointTicket, Collect, Demote, Forget, Job
 from streamkv.tiers.lower import LowerTiers
 from streamkv.tiers.policy import Claims, Policy
 from streamkv.tiers.prefetch import Prefetching
@@ -80,11 +80,45 @@ class Background:
         self.writer.submit(job)
 
     def checkpoint(self, job: Checkpoint) -> None:
-        """Queue a checkpoint; its blocks are kept from now on."""
+        """Queue a checkpoint; its blocks are kept from now on.
+
+        One of the same session that was to be made at leisure is not made any more.
+        """
+        self.give_up_leisurely(job.session)
         for block_id in job.held():
             self._residents.hold(block_id)
         self._claims.begin(job.keys())
-        self.writer.submit(job)
+        # Somebody waits for the gpu blocks of one that is made at leisure.
+        self.writer.submit(job, first=job.at_leisure)
+
+    def give_up_leisurely(self, session: str | None) -> None:
+        """Do not make the checkpoint of a session that was to be made at leisure."""
+
+        def matches(job: Job) -> bool:
+            if not isinstance(job, Checkpoint) or job.session != session:
+                return False
+            return (job.at_leisure or job.ticket.is_kept()) and not job.ticket.is_awaited
+
+        if session is not None and isinstance(job := self.writer.cancel(matches), Checkpoint):
+            self._give_up(job)
+
+    def give_up(self, ticket: CheckpointTicket) -> bool:
+        """Do not make a checkpoint. False: it is too late for that."""
+        job = self.writer.cancel(lambda job: isinstance(job, Checkpoint) and job.ticket is ticket)
+        if not isinstance(job, Checkpoint):
+            return False
+        self._give_up(job)
+        return True
+
+    def hurry(self, ticket: CheckpointTicket) -> None:
+        """Somebody waits for a checkpoint that was to be made at leisure."""
+        ticket.is_awaited = True
+        self.writer.hurry(lambda job: isinstance(job, Checkpoint) and job.ticket is ticket)
+
+    def _give_up(self, job: Checkpoint) -> None:
+        self._unhold_all(job)
+        self.collect(self._claims.abandon(job.keys()))
+        job.ticket.resolve(durable=False)
 
     def collect(self, keys: Iterable[BlockKey]) -> None:
         """Have those blocks deleted that nobody needs, now and when the worker comes to it."""
@@ -162,6 +196,8 @@ class Background:
 
     def _perform_checkpoint(self, job: Checkpoint) -> None:
         job.written.wait()
+        if job.at_leisure and self._keep_in_memory(job):
+            return
         if job.session is not None:
             self._adopt_manifest(job.session)
         error, durable, missing = self._store(job)
@@ -175,6 +211,28 @@ class Background:
             job.ticket.fail(error)
         else:
             job.ticket.resolve(durable=durable, missing=missing)
+
+    def _keep_in_memory(self, job: Checkpoint) -> bool:
+        """Take all blocks into memory, and leave the rest for later; False: it is to be done now.
+
+        Where memory has no room, what has waited for longer is stored first, and lets go of it.
+        """
+        session = job.session
+        if session is None or not (self._lower.has_cpu and self._lower.has_ssd):
+            return False
+        while self._lower.keep(session, job.wanted) > 0:
+            if not self.writer.perform_later():
+                return False
+        with self._condition:
+            self._unhold_all(job)
+            job.wanted = [(key, None) for key, _ in job.wanted]
+            job.at_leisure = False
+            job.ticket.keep()
+            self.writer.submit_later(job)
+            if job.ticket.is_awaited or self.writer.has(lambda other: is_about(other, session)):
+                # What was asked for since then must find this done.
+                self.writer.hurry(lambda other: other is job)
+        return True
 
     def _store(self, job: Checkpoint) -> tuple[Exception | None, bool, int]:
         error: Exception | None = None
@@ -236,3 +294,8 @@ class Background:
         self._lower.delete_stored(keys)
         with self._condition:
             self._prefetching.unbar(keys)
+
+
+def is_about(job: Job, session: str) -> bool:
+    """Whether a job changes what is kept for a session."""
+    return isinstance(job, Checkpoint | Forget) and job.session == session

@@ -18,17 +18,24 @@ class CheckpointTicket:
 
     Attributes:
         missing: how many of the named blocks no tier could be made to hold; valid once done.
+        is_awaited: somebody waits for the outcome; set and read with the tiers' condition held.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._durable = False
+        self._kept = False
         self._error: BaseException | None = None
         self.missing = 0
+        self.is_awaited = False
 
     def done(self) -> bool:
         """Whether the outcome is known; never waits."""
         return self._event.is_set()
+
+    def is_kept(self) -> bool:
+        """Whether memory holds every named block until the outcome is known; never waits."""
+        return self._kept
 
     def wait(self) -> bool:
         """Wait for the outcome.
@@ -48,6 +55,10 @@ class CheckpointTicket:
         if self._error is not None:
             raise self._error
         return self._durable
+
+    def keep(self) -> None:
+        """Say that memory holds all of it until the outcome is known, and beyond if it is bad."""
+        self._kept = True
 
     def resolve(self, *, durable: bool, missing: int = 0) -> None:
         """Set the outcome."""
@@ -72,11 +83,20 @@ class Demote:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """Make blocks durable, as a session's manifest if a session is named; holds the gpu blocks."""
+    """Make blocks durable, as a session's manifest if a session is named; holds the gpu blocks.
+
+    Attributes:
+        session: its name.
+        wanted: the blocks.
+        written: when they have been written.
+        at_leisure: only take them into memory, and do the rest when there is nothing else to do.
+        ticket: of the caller.
+    """
 
     session: str | None
     wanted: list[Wanted]
     written: Completion
+    at_leisure: bool = False
     ticket: CheckpointTicket = field(default_factory=CheckpointTicket)
 
     def keys(self) -> list[BlockKey]:

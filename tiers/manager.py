@@ -303,7 +303,9 @@ class TierManager:
                 return "gpu"
         return self._lower.where(key)
 
-    def checkpoint(self, session: str, blocks: Sequence[Wanted]) -> CheckpointTicket:
+    def checkpoint(
+        self, session: str, blocks: Sequence[Wanted], *, at_leisure: bool = False
+    ) -> CheckpointTicket:
         """Make what a session's resume needs durable, in the background.
 
         Blocks not yet stored are written, the session's manifest is set, the store is synced, in
@@ -316,11 +318,30 @@ class TierManager:
             session: whose blocks.
             blocks: (key, block_id) of each, with None for one that is no longer in the gpu pool;
                 the record of an open block is one of them, under its partial key.
+            at_leisure: the caller wants the gpu blocks back soon, and the rest has time: as soon as
+                the cpu pool holds all blocks, locked, the ticket says that they are kept, and they
+                may be dropped. They are stored when there is nothing else to do, when the cpu pool
+                runs short, or when somebody waits by `wait_for_checkpoint`; or never, if another
+                checkpoint of the session comes first. This never waits for room in the queue.
 
         Raises:
             StoreError, EngineClosedError: the worker stopped or was closed.
         """
-        return self._submit_checkpoint(session, blocks)
+        return self._submit_checkpoint(session, blocks, at_leisure)
+
+    def give_up_checkpoint(self, ticket: CheckpointTicket) -> bool:
+        """Do not make a checkpoint, which has not begun; it is then done, and not durable.
+
+        Returns False if it has: it goes on.
+        """
+        with self._condition:
+            return self._background.give_up(ticket)
+
+    def wait_for_checkpoint(self, ticket: CheckpointTicket) -> bool:
+        """`ticket.wait()`; one that is to be made at leisure is made now."""
+        with self._condition:
+            self._background.hurry(ticket)
+        return ticket.wait()
 
     def write_partial(self, key: BlockKey, block_id: int) -> CheckpointTicket:
         """Store the open block under its partial key, without touching any manifest.
@@ -363,6 +384,7 @@ class TierManager:
         job = Forget(session, list(keys), frozenset(spared))
         with self._condition:
             self._writer.raise_if_stopped()
+            self._background.give_up_leisurely(session)
             self._writer.submit(job)
         return job.ticket
 
@@ -457,15 +479,18 @@ class TierManager:
         """Whether waiting brings a block; one that a hanging read may still write to does not."""
         return self._residents.num_leaving > self._restoring.num_stuck
 
-    def _submit_checkpoint(self, session: str | None, blocks: Sequence[Wanted]) -> CheckpointTicket:
-        job = Checkpoint(session, list(blocks), self._transfer.written())
+    def _submit_checkpoint(
+        self, session: str | None, blocks: Sequence[Wanted], at_leisure: bool = False
+    ) -> CheckpointTicket:
+        job = Checkpoint(session, list(blocks), self._transfer.written(), at_leisure)
         with self._condition:
             self._writer.raise_if_stopped()
             if self._policy.retain == "none" or not (self._lower.has_cpu or self._lower.has_ssd):
                 job.ticket.resolve(durable=False, missing=len(blocks))
             else:
-                self._writer.wait_for(self._writer.has_room)
-                self._writer.raise_if_stopped()
+                if not at_leisure:
+                    self._writer.wait_for(self._writer.has_room)
+                    self._writer.raise_if_stopped()
                 self._background.checkpoint(job)
         return job.ticket
 

@@ -1,9 +1,9 @@
-"""The write-behind worker: one owned thread, its queue, and its error for whoever waits.
+"""The write-behind worker: one owned thread, its queues, and its error for whoever waits.
 
-Invariant: a job that was accepted is performed once, in order, or discarded once with the error
-    that
-says why; so nobody waits for ever. An exception out of a job stops the worker for good: it is
-logged, kept, and raised to every waiter. This module does not know what a job does.
+Invariant: a job that was accepted is performed once, or discarded once with the error that says
+why; so nobody waits for ever. Jobs are performed in order, those that can wait when there is no
+other. An exception out of a job stops the worker for good: it is logged, kept, and raised to every
+waiter. This module does not know what a job does.
 """
 
 import logging
@@ -24,8 +24,9 @@ Job = TypeVar("Job")
 class WriteBehind(Generic[Job]):
     """A worker thread and its queue.
 
-    The condition is shared with the owner, whose waits it wakes: `has_room`, `submit`, `cancel`,
-    `wait_for` and `raise_if_stopped` are called with it held, the callbacks as said.
+    The condition is shared with the owner, whose waits it wakes: `has_room`, `submit`,
+    `submit_later`, `hurry`, `cancel`, `wait_for` and `raise_if_stopped` are called with it held,
+    the callbacks as said.
 
     Args:
         condition: guards the queue; notified whenever a job ended.
@@ -51,6 +52,7 @@ class WriteBehind(Generic[Job]):
         self._idle = idle
         self._max_pending = max_pending
         self._queue: deque[Job] = deque()
+        self._later: deque[Job] = deque()
         self._active: Job | None = None
         self._busy = True
         self._closing = False
@@ -68,20 +70,60 @@ class WriteBehind(Generic[Job]):
         """Whether jobs are still accepted."""
         return not self._closing and self._error is None
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. The bound is the caller's to respect, by `has_room`."""
+    def submit(self, job: Job, *, first: bool = False) -> None:
+        """Queue a job, behind all others or before them.
+
+        The bound is the caller's to respect, by `has_room`.
+        """
         assert self.is_running(), "the worker has stopped"
-        self._queue.append(job)
+        if first:
+            self._queue.appendleft(job)
+        else:
+            self._queue.append(job)
         self._condition.notify_all()
+
+    def submit_later(self, job: Job) -> None:
+        """Have a job done when nothing else is to be done; also from within a job."""
+        self._later.append(job)
+        self._condition.notify_all()
+
+    def hurry(self, matches: Callable[[Job], bool]) -> None:
+        """Have the jobs that match and could wait done before all others."""
+        for job in [job for job in self._later if matches(job)]:
+            self._later.remove(job)
+            self._queue.appendleft(job)
+        self._condition.notify_all()
+
+    def has(self, matches: Callable[[Job], bool]) -> bool:
+        """Whether a job that matches is queued and cannot wait."""
+        return any(matches(job) for job in self._queue)
 
     def cancel(self, matches: Callable[[Job], bool]) -> Job | None:
         """Take back the oldest queued job that matches. None: there is none, or it has begun."""
-        for job in self._queue:
-            if matches(job):
-                self._queue.remove(job)
-                self._condition.notify_all()
-                return job
+        for queue in (self._queue, self._later):
+            for job in queue:
+                if matches(job):
+                    queue.remove(job)
+                    self._condition.notify_all()
+                    return job
         return None
+
+    def perform_later(self) -> bool:
+        """Do the oldest job that could wait, within another one; False: there is none.
+
+        For the worker's thread, condition not held.
+        """
+        with self._condition:
+            if not self._later:
+                return False
+            job = self._later.popleft()
+        try:
+            self._perform(job)
+        except BaseException:
+            with self._condition:
+                self._later.appendleft(job)
+            raise
+        return True
 
     def raise_if_stopped(self) -> None:
         """Raise if no job will be done any more.
@@ -110,7 +152,8 @@ class WriteBehind(Generic[Job]):
 
     def is_quiet(self) -> bool:
         """Whether nothing is queued, under way or left to do in idle time."""
-        return not self._queue and self._active is None and not self._busy
+        is_empty = not self._queue and not self._later
+        return is_empty and self._active is None and not self._busy
 
     def close(self, *, drain: bool) -> None:
         """Stop the thread after all queued jobs, or after the one under way. Idempotent."""
@@ -140,10 +183,10 @@ class WriteBehind(Generic[Job]):
 
     def _step(self) -> bool:
         with self._condition:
-            while not self._queue and not self._busy and not self._closing:
+            while not (self._queue or self._later or self._busy or self._closing):
                 self._condition.wait()
-            if self._queue:
-                self._active = self._queue.popleft()
+            if self._queue or self._later:
+                self._active = (self._queue or self._later).popleft()
                 self._busy = True
             elif self._closing:
                 return False
@@ -159,5 +202,5 @@ class WriteBehind(Generic[Job]):
         return True
 
     def _discard_all(self, error: BaseException) -> None:
-        while self._queue:
-            self._discard(self._queue.popleft(), error)
+        while self._queue or self._later:
+            self._discard((self._queue or self._later).popleft(), error)
