@@ -19,6 +19,7 @@ from streamkv.cli.console import print_error, warnings_as_lines
 from streamkv.cli.demo import demo
 from streamkv.cli.doctor import doctor
 from streamkv.cli.exit_codes import ExitCode, exit_code_of
+from streamkv.cli.options import flag_of
 from streamkv.cli.plan import plan
 from streamkv.cli.serve import serve
 from streamkv.cli.summarize_cmd import summarize
@@ -66,7 +67,7 @@ def execute(args: Sequence[str] | None = None) -> int:
             code = make_app()(args=args, prog_name="streamkv", standalone_mode=False)
         return code if isinstance(code, int) else ExitCode.OK
     except StreamKVError as error:
-        print_error(str(error))
+        print_error(_as_given(error))
         return exit_code_of(error)
     except _UsageError as error:
         print_error(f"{_message(error)} See: {_help_command(error)}")
@@ -77,6 +78,15 @@ def execute(args: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print_error("this is a bug of streamkv. Sessions resume from what was journaled.")
         return ExitCode.BUG
+
+
+def _as_given(error: StreamKVError) -> str:
+    """What an error says, of an option by its name on the command line."""
+    text, field = str(error), getattr(error, "field", None)
+    flag = flag_of(field) if isinstance(field, str) else None
+    if flag is None or not text.startswith(f"{field}="):
+        return text
+    return flag + text.removeprefix(str(field))
 
 
 def _message(error: Exception) -> str:

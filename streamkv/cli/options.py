@@ -130,6 +130,13 @@ _ATTENTION = (
         "gpu_bytes", "--gpu-bytes", str, "Size of the gpu pool; what sessions need unless given."
     ),
 )
+_MANY = (
+    _Field("max_sessions", "--max-sessions", int, "Sessions with room in the gpu pool at once."),
+    _Field("turn_tokens", "--turn-tokens", int, "Tokens of a turn, where not all have room."),
+    _Field("sleep_after", "--sleep-after", float, "Seconds after which an idle session sleeps."),
+    _Field("mixed_chunk", "--mixed-chunk", int, "Tokens read at a time while others answer."),
+    _Field("batch_invariant", "--batch-invariant", bool, "The same bits whoever shares a step."),
+)
 _CHUNK = (_Field("prefill_chunk", "--chunk", int, "Tokens computed in one step."),)
 _SAMPLING = (
     _Field("temperature", "--temperature", float, "0 always takes the likeliest token."),
@@ -140,6 +147,32 @@ _SAMPLING = (
     _Field("seed", "--seed", int, "The same seed draws the same answer; drawn anew unless given."),
     _Field("max_tokens", "--max-tokens", int, "Most tokens of an answer; no limit unless given."),
 )
+
+
+_WORKLOAD = {
+    "num_sessions": "--sessions",
+    "num_awake": "--awake",
+    "num_tokens": "--tokens",
+    "tokens_per_day": "--tokens-per-day",
+    "sleeps_per_day": "--sleeps-per-day",
+    "pcie_gbps": "--pcie-gbps",
+    "ssd_gbps": "--ssd-gbps",
+    "ssd_endurance_tbw": "--ssd-endurance-tbw",
+    "gpu_memory": "--gpu-memory",
+}
+
+
+def flag_of(field: str) -> str | None:
+    """The option by which a field is given on the command line; `None`: there is none."""
+    known = (*_ENGINE, *_PERSISTENT, *_ATTENTION, *_MANY, *_CHUNK, *_SAMPLING)
+    flags = {each.name: each.flag.split()[0] for each in known} | _WORKLOAD
+    return flags.get(field)
+
+
+def with_many_sessions(command: Command) -> Command:
+    """The options of `with_engine`, and those that matter to many sessions at once."""
+    fields = (*_ENGINE, *_ATTENTION, *_PERSISTENT, *_MANY, *_CHUNK)
+    return _with_options(command, fields, has_store=True)
 
 
 def with_engine(command: Command) -> Command:

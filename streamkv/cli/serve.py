@@ -6,10 +6,10 @@ import typer
 
 from streamkv.cli.console import Output
 from streamkv.cli.opening import open_engine
-from streamkv.cli.options import EngineOptions, JsonOption, with_engine
+from streamkv.cli.options import EngineOptions, JsonOption, with_many_sessions
 
 
-@with_engine
+@with_many_sessions
 def serve(
     options: EngineOptions,
     host: Annotated[

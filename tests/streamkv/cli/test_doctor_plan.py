@@ -49,7 +49,7 @@ def test_without_a_gpu_the_reason_is_said(run: Run, where: list[str]) -> None:
 
 def test_a_type_that_no_kv_has_is_refused(run: Run, where: list[str]) -> None:
     ran = run("doctor", *where, "--no-measure", "--dtype", "int3")
-    assert ran.err.startswith("error: dtype='int3': not a choice.")
+    assert ran.err.startswith("error: --dtype='int3': not a choice.")
 
 
 def test_the_sizes_on_disk_are_those_of_the_loaded_model(tiny_model_dir: Path) -> None:
@@ -117,7 +117,7 @@ def test_doctor_takes_what_the_plan_is_for(run: Run, where: list[str]) -> None:
     recall = ["--recall-blocks", "16", "--digest-bytes"]
     assert run("doctor", *where, "--no-measure", *recall, "1GiB").code == 0
     ran = run("doctor", *where, "--no-measure", *recall, "much")
-    assert ran.err.startswith("error: digest_bytes='much': not a size.")
+    assert ran.err.startswith("error: --digest-bytes='much': not a size.")
 
 
 def test_a_small_gpu_is_a_warning_with_the_engines_own_words(tiny_model_dir: Path) -> None:

@@ -64,7 +64,7 @@ def test_quotas_are_options_of_every_command_with_an_engine(
     refused = run("session", "feed", "new", book, *small, "--max-stored-sessions", "3")
     assert refused.code == 2 and "'old' has slept longest" in refused.err
     refused = run("session", "feed", "new", book, *small, "--session-tokens", "50")
-    assert refused.code == 2 and "session_tokens=50" in refused.err
+    assert refused.code == 2 and "--session-tokens=50" in refused.err
     ran = run("session", "feed", "young", book, *small, "--expire-after", "39d", "--json")
     assert ran.code == 0
     names = [view["name"] for view in run("session", "ls", *small[:4], "--json").json["sessions"]]
