@@ -77,6 +77,10 @@ class Player:
         self.asleep = ()
         return True
 
+    def journal_if_stored(self) -> bool:
+        assert self.asleep is not None and self.num_holds == 0
+        return self._world.draw(4) > 0
+
     def stay(self) -> None:
         assert self.asleep is None
 

@@ -19,12 +19,15 @@ from streamkv.errors import PoolFullError
 from streamkv.executor import Executor
 from streamkv.prefix import keys_ahead
 from streamkv.read_pace import ReadPace
+from streamkv.reply import Reply
 from streamkv.sequence import Sequence as Stream
 from streamkv.sharing import REUSED, Sharing
 from streamkv.stored_run import Run
 from streamkv.tiers.manager import TierManager
 from streamkv.tiers.policy import Place
 from streamkv.tiers.restoring import Restore
+from streamkv.tiers.spec import BlockKey
+from streamkv.under_way import Claim
 
 READ_AT_ONCE = 32
 """Blocks read between two steps of other sessions."""
@@ -79,6 +82,9 @@ class PrefixReuse:
         self._counted = sharing.counted
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes
+        self._under_way = sharing.under_way
+        self._ahead: list[BlockKey] = []
+        self._waits_in_vain = False
         self.num_tokens = 0
 
     def hold(self) -> None:
@@ -103,12 +109,43 @@ class PrefixReuse:
             run.looked_s += time.monotonic() - begun_s
             if not run.reaches_end or not accept_more():
                 break
+        self._ahead = run.keys
         if not run.wanted:
             return None
         num_bytes: Counter[Place] = Counter()
         for index in run.wanted:
             num_bytes[run.place(index)] += self._block_bytes
         return run if self._gate.chooses_reading(run.num_tokens, num_bytes) else None
+
+    def others_compute(self) -> Reply[None] | None:
+        """Whether another session computes what comes next, which `find` has not found.
+
+        Returns:
+            Done when that is over, and it is time to `find` again; `None`: there is nothing to wait
+            for, or waiting has brought nothing before.
+        """
+        if not self._ahead or self._waits_in_vain:
+            return None
+        reply = self._under_way.wait_for(self._ahead[0])
+        self._waits_in_vain = reply is not None
+        return reply
+
+    def claim(self, num_tokens: int) -> Claim | Reply[None]:
+        """Say that so many tokens are about to be computed, after `find` has found none of them.
+
+        Returns:
+            The claim; or what `others_compute` returns, if another session has come first.
+        """
+        sequence = self._sequence
+        size = sequence.block_size
+        num_blocks = (sequence.num_computed + num_tokens) // size - sequence.num_computed // size
+        keys = self._ahead[:num_blocks]
+        claim = self._under_way.claim(keys)
+        if isinstance(claim, Reply):
+            if self._waits_in_vain:
+                return self._under_way.claim(())
+            self._waits_in_vain = True
+        return claim
 
     def taking(self, run: Run, after_step: Callable[[], None]) -> "Taking":
         """The way to take a run.
@@ -176,6 +213,7 @@ class PrefixReuse:
         sequence.mark_exact(run.end * sequence.block_size)
         self._executor.drop_expired(sequence)
         self.num_tokens += num_tokens
+        self._waits_in_vain = False
         self._counted.add_all(reused)
         return num_tokens
 

@@ -17,6 +17,7 @@ from streamkv.journal_records import SessionHeader
 from streamkv.tiers.keys import SALT_BYTES, Salting, tenant_salt
 from streamkv.tiers.policy import Place
 from streamkv.tiers.usage import Counters
+from streamkv.under_way import UnderWay
 
 REUSED: Mapping[Place | None, str] = {
     "gpu": "reused_gpu_tokens",
@@ -34,12 +35,14 @@ class Sharing:
 
     Attributes:
         gate: chooses between reading blocks and computing them.
+        under_way: what they are computing right now.
         instruments: where their work is counted and timed.
         counted: `reused_tokens`, tokens whose blocks were read instead of computed, and by `REUSED`
             where these were.
     """
 
     gate: CostGate = field(default_factory=CostGate)
+    under_way: UnderWay = field(default_factory=UnderWay)
     instruments: Instruments = field(default_factory=Instruments)
     counted: Counters = field(default_factory=lambda: Counters(["reused_tokens", *REUSED.values()]))
 

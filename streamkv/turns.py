@@ -23,6 +23,7 @@ from streamkv.prefix import has_block_ahead
 from streamkv.sampling import SamplingParams, resolve_seed, sample
 from streamkv.scoring import ChunkScoring
 from streamkv.step_loop import Call, Compute
+from streamkv.under_way import Claim
 
 Part = Generator[Any, Any, int]
 """Steps that bring a stream on, and by how many tokens."""
@@ -233,12 +234,37 @@ class Turns:
         Args:
             accept_more: as for `PrefixReuse.find`.
         """
-        num_reused: int = yield from self._take_stored(accept_more)
-        if num_reused:
-            return num_reused
-        chunk = min(self._live.sequence.num_pending - 1, self._live.next_chunk())
-        yield self._compute(chunk)
-        return chunk
+        live, sequence = self._live, self._live.sequence
+        while True:
+            num_reused: int = yield from self._take_stored(accept_more)
+            if num_reused:
+                return num_reused
+            if (others := live.reuse.others_compute()) is not None:
+                yield others
+                continue
+            if live.is_asleep:
+                # Others may have computed it by the time that it is this one's turn.
+                yield Call(lambda: None, sequence, is_aside=True)
+                continue
+            chunk = min(sequence.num_pending - 1, live.next_chunk())
+            claim = live.reuse.claim(chunk)
+            if not isinstance(claim, Claim):
+                yield claim
+                continue
+            with claim:
+                yield self._compute_claimed(chunk, claim)
+            return chunk
+
+    def _compute_claimed(self, num_tokens: int, claim: Claim) -> Compute:
+        """The next tokens, whose blocks others may take as soon as they are sealed."""
+        sequence, after = self._live.sequence, self._live.after_step
+        first = sequence.num_computed // sequence.block_size
+
+        def after_step() -> None:
+            after()
+            claim.sealed(sequence.num_computed // sequence.block_size - first)
+
+        return Compute(sequence, num_tokens, Wanted.NOTHING, None, after_step)
 
     def _take_stored(self, accept_more: Callable[[], bool] = lambda: False) -> Part:
         """Take stored blocks for pending tokens; returns tokens that need not be computed now."""

@@ -108,6 +108,7 @@ def check_integrity(engine: Engine) -> None:
     """Every block of the pool is accounted for, and the sessions' live blocks are all of them."""
     engine._tiers.flush()
     engine._tiers.check_integrity()
+    engine._sharing.under_way.check_integrity()
     live = {
         block.block_id
         for session in engine._sessions.values()
