@@ -28,6 +28,7 @@ typedef struct {
 typedef struct {
     int64_t num_layers, hidden, intermediate, num_q_heads, num_kv_heads, head_dim, rotary_half;
     int64_t vocab_size, block_size, weight_type, kv_type, num_threads;
+    int64_t in_pairs; /* products of bf16 weights round their inputs to bf16, if the processor multiplies pairs */
     float eps, scale;
     const Layer *layers;
     const void *embed, *head;
@@ -227,9 +228,18 @@ static void norm_rows(const Model *m, int64_t num_rows, const float *h, const fl
         rms_norm(h + i * m->hidden, weight, x + i * m->hidden, m->hidden, m->eps);
 }
 
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Inputs of a product as bf16, in `scratch`, if they are to be; NULL: they stay as they are. */
+static const uint16_t *as_pairs(const Model *m, int64_t num_rows, const float *x, int64_t width,
+                                uint16_t *scratch) {
+    if (m->weight_type != BFLOAT16 || !m->in_pairs) return NULL;
+    return narrowed(x, num_rows, width, width, scratch);
+}
+
 /* Rows of q, k and v as one range, so that the threads' shares are even. */
-static void project_qkv(const Model *m, const Layer *w, int64_t num_rows, const float *x, float *qkv,
-                        Share part) {
+static void project_qkv(const Model *m, const Layer *w, int64_t num_rows, const float *x,
+                        const uint16_t *narrow, float *qkv, Share part) {
     const int64_t q_rows = m->num_q_heads * m->head_dim, kv_rows = m->num_kv_heads * m->head_dim;
     const void *weights[3] = {w->q, w->k, w->v};
     const float *biases[3] = {w->q_bias, w->k_bias, w->v_bias};
@@ -237,8 +247,8 @@ static void project_qkv(const Model *m, const Layer *w, int64_t num_rows, const 
     for (int i = 0; i < 3; i++) {
         int64_t first = part.first > starts[i] ? part.first : starts[i];
         int64_t end = part.end < starts[i + 1] ? part.end : starts[i + 1];
-        const Product p = {x, num_rows, m->hidden, m->hidden, weights[i], biases[i], qkv + starts[i],
-                           starts[3], 0};
+        const Product p = {x, narrow, num_rows, m->hidden, m->hidden, weights[i], biases[i],
+                           qkv + starts[i], starts[3], 0};
         if (first < end) product(&p, first - starts[i], end - starts[i], m->weight_type);
     }
 }
@@ -292,11 +302,11 @@ static void place_kv(const Model *m, const Row *s, const Layer *w, int64_t layer
 }
 
 /* act = silu(gate) * up; `part` begins and ends at multiples of LANES. */
-static void gate_up(const Model *m, const Layer *w, int64_t num_rows, const float *x, float *act, float *up,
-                    Share part) {
+static void gate_up(const Model *m, const Layer *w, int64_t num_rows, const float *x,
+                    const uint16_t *narrow, float *act, float *up, Share part) {
     const int64_t wide = m->intermediate;
-    const Product gates = {x, num_rows, m->hidden, m->hidden, w->gate, 0, act, wide, 0};
-    const Product ups = {x, num_rows, m->hidden, m->hidden, w->up, 0, up, wide, 0};
+    const Product gates = {x, narrow, num_rows, m->hidden, m->hidden, w->gate, 0, act, wide, 0};
+    const Product ups = {x, narrow, num_rows, m->hidden, m->hidden, w->up, 0, up, wide, 0};
     product(&gates, part.first, part.end, m->weight_type);
     product(&ups, part.first, part.end, m->weight_type);
     for (int64_t i = 0; i < num_rows; i++, act += wide, up += wide)
@@ -304,12 +314,22 @@ static void gate_up(const Model *m, const Layer *w, int64_t num_rows, const floa
             store_f32(act + k, silu(load_f32(act + k)) * load_f32(up + k));
 }
 
-/* Floats of scratch that a step needs: shared buffers, then two vectors of each row per thread. */
+/* Floats of one thread for each row: x, mixed, and the inputs of a product as bf16. */
+static int64_t own_floats(const Model *m) {
+    const int64_t q_size = m->num_q_heads * m->head_dim;
+    const int64_t widest = larger_of(larger_of(m->hidden, m->intermediate), q_size);
+    return m->hidden + q_size + widest / 2;
+}
+
+/* Floats of scratch that a step needs: shared buffers, then those of each thread. */
 int64_t skv_state_floats(const Model *m, int64_t num_rows, int64_t num_splits) {
-    const int64_t own = m->hidden + m->num_q_heads * m->head_dim;
+    const int64_t own = own_floats(m);
     return num_rows * (m->hidden + qkv_floats(m) + 2 * m->intermediate + m->num_threads * own) +
            num_splits * partial_floats(m) + 8 * LANES;
 }
+
+/* Products that are made in pairs have widths that are multiples of this; 0: this processor makes none. */
+int64_t skv_pairs(void) { return PAIRS; }
 
 void skv_decode(const Model *m, const Step *s) {
     const int64_t n = s->num_rows, q_size = m->num_q_heads * m->head_dim, qkv_size = qkv_floats(m);
@@ -323,12 +343,13 @@ void skv_decode(const Model *m, const Step *s) {
         thread = omp_get_thread_num();
         threads = omp_get_num_threads();
 #endif
-        float *x = owned + thread * n * (m->hidden + q_size), *mixed = x + n * m->hidden;
+        float *x = owned + thread * n * own_floats(m), *mixed = x + n * m->hidden;
+        uint16_t *scratch = (uint16_t *)(mixed + n * q_size);
         const Share hidden = share(m->hidden, thread, threads, 4);
         for (int64_t layer = 0; layer < m->num_layers; layer++) {
             const Layer *w = m->layers + layer;
             norm_rows(m, n, h, w->input_norm, x);
-            project_qkv(m, w, n, x, qkv, share(qkv_size, thread, threads, 4));
+            project_qkv(m, w, n, x, as_pairs(m, n, x, m->hidden, scratch), qkv, share(qkv_size, thread, threads, 4));
             BARRIER
             for (int64_t i = thread; i < n; i += threads)
                 place_kv(m, s->rows + i, w, layer, qkv + i * qkv_size);
@@ -336,20 +357,24 @@ void skv_decode(const Model *m, const Step *s) {
             attend_layer(m, s, layer, qkv, partials, thread, threads);
             BARRIER
             merge_rows(m, s, partials, mixed);
-            const Product outs = {mixed, n, q_size, q_size, w->o, w->o_bias, h, m->hidden, 1};
+            const uint16_t *narrow_mixed = as_pairs(m, n, mixed, q_size, scratch);
+            const Product outs = {mixed, narrow_mixed, n, q_size, q_size, w->o, w->o_bias, h, m->hidden, 1};
             product(&outs, hidden.first, hidden.end, m->weight_type);
             BARRIER
             norm_rows(m, n, h, w->mlp_norm, x);
-            gate_up(m, w, n, x, act, up, share(m->intermediate, thread, threads, LANES));
+            gate_up(m, w, n, x, as_pairs(m, n, x, m->hidden, scratch), act, up,
+                    share(m->intermediate, thread, threads, LANES));
             BARRIER
-            const Product downs = {act, n, m->intermediate, m->intermediate, w->down, 0, h, m->hidden, 1};
+            const uint16_t *narrow_act = as_pairs(m, n, act, m->intermediate, scratch);
+            const Product downs = {act, narrow_act, n, m->intermediate, m->intermediate, w->down, 0, h, m->hidden, 1};
             product(&downs, hidden.first, hidden.end, m->weight_type);
             BARRIER
         }
         if (s->num_logits) {
             const Share rows = share(m->vocab_size, thread, threads, 4);
             norm_rows(m, s->num_logits, h, m->norm, x);
-            const Product heads = {x, s->num_logits, m->hidden, m->hidden, m->head, 0, s->logits,
+            const uint16_t *narrow_x = as_pairs(m, s->num_logits, x, m->hidden, scratch);
+            const Product heads = {x, narrow_x, s->num_logits, m->hidden, m->hidden, m->head, 0, s->logits,
                                    m->vocab_size, 0};
             product(&heads, rows.first, rows.end, m->weight_type);
         }

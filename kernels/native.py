@@ -89,7 +89,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "intermediate")),
         *((name, ctypes.c_int64) for name in ("num_q_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("rotary_half", "vocab_size", "block_size")),
-        *((name, ctypes.c_int64) for name in ("weight_type", "kv_type", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("weight_type", "kv_type", "num_threads", "in_pairs")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("layers", ctypes.POINTER(_Layer)),
@@ -147,6 +147,8 @@ class NativeDecoder:
         pool: [blocks, layers, 2, kv_heads, 64, head_dim], contiguous, float32 or bfloat16.
         rope: tables that hold every distance in use.
         num_threads: threads of a step.
+        in_pairs: round what bfloat16 weights are multiplied with to bfloat16, as a bfloat16 model
+            does, where the processor multiplies pairs of them; only if the pool is bfloat16, too.
 
     Raises:
         NativeUnavailableError: a shape or type that the library does not know.
@@ -159,6 +161,7 @@ class NativeDecoder:
         pool: Tensor,
         rope: RopeTables,
         num_threads: int,
+        in_pairs: bool = True,
     ) -> None:
         _check_shapes(weights, pool)
         self._weights = weights
@@ -168,9 +171,16 @@ class NativeDecoder:
         self._library.skv_state_floats.restype = ctypes.c_int64
         self._layers = (_Layer * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._make_model(num_threads)
+        self._model.in_pairs = in_pairs and pool.dtype == torch.bfloat16
         self._max_threads = num_threads
         self._threads: dict[int, ThreadChoice] = {}
         self._state = torch.empty(0)
+
+    @property
+    def pair_width(self) -> int:
+        """Widths of products in pairs are multiples of this; 0: there are none."""
+        is_narrow = self._weights.embed.dtype == torch.bfloat16
+        return int(self._library.skv_pairs()) if is_narrow and self._model.in_pairs else 0
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -463,9 +463,9 @@ class Sleepers:
         assert name is not None
         num_awake = self._admission.num_in(State.AWAKE)
         error = PoolFullError(
-            f"session {name!r} finds no room in the gpu pool: sessions that are awake: {num_awake}, "
-            "and the tiers below have no room for what they hold. Use a larger cpu_bytes, gpu_bytes "
-            "or ssd_bytes, or close a session."
+            f"session {name!r} finds no room in the gpu pool: {num_awake} of the sessions are "
+            "awake, and the tiers below have no room for what they hold. Use a larger cpu_bytes, "
+            "gpu_bytes or ssd_bytes, or close a session."
         )
         newcomer = self._newcomers.pop(name, None)
         if newcomer is not None:

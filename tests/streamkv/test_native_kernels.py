@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from streamkv.model_native import native_weights
 from streamkv.native_kernels import check
 from streamkv.runner import build_table
 from streamkv.tiers.gpu_pool import GpuPool
+from streamkv.tiers.spec import KVSpec
 from streamkv.window import Window
 
 pytestmark = [
@@ -67,44 +68,125 @@ def test_logits_and_kv_are_those_of_the_model(
     # With weights that bfloat16 holds exactly, the model's float32 arithmetic is both's oracle.
     adapter = ModelAdapter.load(str(directory))
     if dtype == "bfloat16":
-        for parameter in adapter.model.parameters():
-            parameter.data = parameter.data.bfloat16().float()
+        narrow_weights(adapter)
     spec = dataclasses.replace(adapter.spec, dtype=dtype)
     rope = RopeTables(adapter.inv_freq, 512)
-    ours, theirs = GpuPool(spec, 4).data, GpuPool(spec, 4).data
-    ours[4], theirs[4] = float("nan"), float("nan")  # the guard block
+    ours, theirs = new_pool(spec), new_pool(spec)
     weights = native_weights(adapter).decoder
     assert weights.embed.dtype == getattr(torch, dtype)
-    decoder = NativeDecoder(library, weights, ours, rope, 1)
-    window, table = Window(70, ((0, 3),)), BlockTable(64)
+    decoder = NativeDecoder(library, weights, ours, rope, 1, in_pairs=False)
     worst = 0.0
-    for index in range(150):
-        if index % 64 == 0:
-            table.add(index // 64, (2, 0, 1)[index // 64])
-        entries = build_table(table.entries(window, index, index + 1))
-        slot, token_id = table.slot(index), 3 + index * 31 % (adapter.vocab_size - 3)
-        [found] = decoder.decode([DecodeRow(token_id, index, slot, entries, 70)])
-
-        def attend(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            scale: float,
-            slot: int = slot,
-            index: int = index,
-            entries: native.SequenceTable = entries,
-        ) -> torch.Tensor:
-            reference.write_kv(theirs, k, v, torch.tensor([slot]), layer, rope)
-            return reference.attend(q, theirs, layer, entries, index, 70, rope, scale)
-
-        expected = adapter.logits(adapter.hidden(torch.tensor([[token_id]]), attend))[0]
+    for row in one_stream(adapter.vocab_size):
+        [found] = decoder.decode([row])
+        expected = logits_of_model(adapter, row, theirs, rope)
         assert found is not None
         worst = max(worst, float((found - expected).norm() / expected.norm()))
     # A random model amplifies what another order of summation changes in the last bits.
     assert worst < (1e-4 if dtype == "float32" else 5e-3)
     difference = (ours[:3].float() - theirs[:3].float()).norm() / theirs[:3].float().norm()
     assert difference < (1e-5 if dtype == "float32" else 5e-3)
+
+
+def narrow_weights(adapter: ModelAdapter) -> None:
+    for parameter in adapter.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+
+
+def new_pool(spec: KVSpec) -> torch.Tensor:
+    pool = GpuPool(spec, 4).data
+    pool[4] = float("nan")  # the guard block
+    return pool
+
+
+def one_stream(vocab_size: int, num_tokens: int = 150) -> Iterator[DecodeRow]:
+    """The tokens of a stream whose first ones leave the window."""
+    window, table = Window(70, ((0, 3),)), BlockTable(64)
+    for index in range(num_tokens):
+        if index % 64 == 0:
+            table.add(index // 64, (2, 0, 1)[index // 64])
+        entries = build_table(table.entries(window, index, index + 1))
+        token_id = 3 + index * 31 % (vocab_size - 3)
+        yield DecodeRow(token_id, index, table.slot(index), entries, 70)
+
+
+def logits_of_model(
+    adapter: ModelAdapter, row: DecodeRow, pool: torch.Tensor, rope: RopeTables
+) -> torch.Tensor:
+    """The model's own, with attention and KV by the reference."""
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        reference.write_kv(pool, k, v, torch.tensor([row.slot]), layer, rope)
+        given = (row.table, row.query_index, row.window_size, rope, scale)
+        return reference.attend(q, pool, layer, *given)
+
+    return adapter.logits(adapter.hidden(torch.tensor([[row.token_id]]), attend))[0]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), SHAPES)
+def test_in_pairs_it_is_nearer_to_float32_than_the_models_own_bfloat16(
+    random_model_dir: Callable[..., Path],
+    library: Path,
+    model_type: str,
+    settings: dict[str, object],
+) -> None:
+    sizes = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    directory = str(random_model_dir(model_type, **(sizes | {"hidden_size": 64} | settings)))
+    exact, narrow = ModelAdapter.load(directory), ModelAdapter.load(directory, dtype="bfloat16")
+    narrow_weights(exact)
+    spec = dataclasses.replace(exact.spec, dtype="bfloat16")
+    rope = RopeTables(exact.inv_freq, 512)
+    pools = [new_pool(spec) for _ in range(3)]
+    decoder = NativeDecoder(library, native_weights(exact).decoder, pools[0], rope, 1)
+    ours = theirs = 0.0
+    for row in one_stream(exact.vocab_size):
+        [found] = decoder.decode([row])
+        expected = logits_of_model(exact, row, pools[1], rope)
+        narrowed = logits_of_model(narrow, row, pools[2], rope).float()
+        assert found is not None
+        ours += float((found - expected).norm())
+        theirs += float((narrowed - expected).norm())
+    assert ours < theirs
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 112, 576])
+@pytest.mark.parametrize("num_rows", [*range(1, 10), 16, 19])
+def test_a_product_in_pairs_is_that_of_rounded_inputs(
+    library: Path, width: int, num_rows: int
+) -> None:
+    """A decoder whose layer adds nothing, so that logits are a product with what the norm makes.
+
+    Embeddings of plus and minus one, whose norm is exact, show the norm's weights to the head.
+    """
+    generator, vocab_size = torch.Generator().manual_seed(width), 40
+    signs = torch.randint(0, 2, (vocab_size, width), generator=generator) * 2.0 - 1
+    norm = torch.rand(width, generator=generator) + 0.5
+    head = torch.randn(vocab_size, width, generator=generator).bfloat16()
+    some, nothing = torch.ones(width), torch.zeros(width, width).bfloat16()
+    heads = torch.zeros(16, width).bfloat16()
+    layer = native.LayerWeights(
+        some, heads, heads, heads, nothing[:, :16].contiguous(), some, nothing, nothing, nothing
+    )
+    weights = native.DecoderWeights(
+        (layer,), signs.bfloat16(), head, norm, 1, 1, 16, eps=0.0, scale=1.0
+    )
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16", block_size=64)
+    rope = RopeTables(torch.ones(8, dtype=torch.float64), 128)
+    decoder = NativeDecoder(library, weights, GpuPool(spec, 1).data, rope, 2)
+    window, table = Window(70), BlockTable(64)
+    table.add(0, 0)
+    rows = [
+        DecodeRow(index, index, index, build_table(table.entries(window, index, index + 1)), 70)
+        for index in range(num_rows)
+    ]
+    in_pairs = decoder.pair_width > 0 and width % decoder.pair_width == 0
+    for row, found in zip(rows, decoder.decode(rows), strict=True):
+        inputs = signs[row.token_id] * norm
+        rounded = inputs.bfloat16() if in_pairs else inputs
+        expected = head.double() @ rounded.double()
+        assert found is not None
+        assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 def test_the_number_of_threads_changes_no_bit(tiny_model_dir: Path, library: Path) -> None:
