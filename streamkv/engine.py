@@ -12,6 +12,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry
 
 from streamkv.admission import Admission
+from streamkv.at_exit import close_at_exit
 from streamkv.config import (
     EngineConfig,
     check_priority,
@@ -111,6 +112,7 @@ class Engine:
         except BaseException:
             self._loop.close()
             raise
+        close_at_exit(self)
 
     def _open(self, model: str, on_progress: Callable[[str], None] | None) -> None:
         Store.require_free(self.config)
@@ -465,7 +467,8 @@ class Engine:
 
     def session_states(self) -> dict[str, int]:
         """How many open sessions are awake, asleep, waiting for room, and on the way."""
-        return self._loop.session_states(len(self._sessions))
+        states = self._loop.session_states(len(self._sessions))
+        return dict.fromkeys(states, 0) if self._closed else states
 
     def close(self) -> None:
         """Put every session to sleep and release everything. Closing twice is allowed."""

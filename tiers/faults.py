@@ -1,8 +1,8 @@
 """Places where a test can make the outside world fail: a full disk, a dead process, a slow worker.
 
 Invariant: outside `inject` a fault point does nothing and costs one look at an empty dict. The
-table of actions is the only module state in streamkv: a fault has to reach code that knows
-nothing of tests. This module does not know what its callers do.
+table of actions is module state, of which streamkv has next to none: a fault has to reach code that
+knows nothing of tests. This module does not know what its callers do.
 """
 
 from collections.abc import Callable, Iterator
