@@ -17,6 +17,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -82,6 +83,10 @@ class Turnstile:
             f"session {self._name!r} has gone on with another call, so this iterator is stale. "
             "Start a new one."
         )
+
+    def is_in(self, operation: "_Run[Any]") -> bool:
+        """Whether it is being carried out right now."""
+        return self._newest is operation and self._busy.locked()
 
     def leave(self) -> None:
         """The caller has control again."""
@@ -163,6 +168,7 @@ class Outputs(_Run[T], Iterator[T]):
     ) -> None:
         super().__init__(loop, gate, steps, what)
         self._items = iter(items)
+        self._awaited: Reply[Any] | None = None
 
     def __iter__(self) -> "Outputs[T]":
         return self
@@ -172,10 +178,20 @@ class Outputs(_Run[T], Iterator[T]):
             raise self._ended_by or StopIteration
         self._enter()
         try:
-            return self._advance()
+            output = self._advance()
+        except CancelledError:
+            was_closed = self._ended
+            self.finish()
+            if not was_closed:
+                raise
+            raise StopIteration from None  # by another thread, while this one waited
         except BaseException:
             self.finish()
             raise
+        else:
+            if self._ended:
+                self.finish()
+            return output
         finally:
             self._gate.leave()
 
@@ -198,6 +214,9 @@ class Outputs(_Run[T], Iterator[T]):
 
     def _wait(self, reply: Reply[Any]) -> Any:
         """Result of a step. An interrupt is raised only once the step, which goes on, has ended."""
+        self._awaited = reply
+        if self._ended:
+            reply.cancel()
         try:
             return reply.result()
         except BaseException:
@@ -207,7 +226,17 @@ class Outputs(_Run[T], Iterator[T]):
             raise
 
     def close(self) -> None:
-        """Stop here. The session stays usable."""
+        """Stop here. The session stays usable.
+
+        From another thread than the one that iterates: a call that waits for room, or for its turn,
+        ends at once; one that is being computed ends with the step.
+        """
+        reply = self._awaited
+        if self._gate.is_in(self):
+            self._ended = True
+            if reply is not None:
+                reply.cancel()
+            return
         self.finish()
 
     def run(self) -> list[T]:

@@ -71,7 +71,7 @@ class Entrance:
                 f"session {name!r} needs room for {num_blocks} blocks, {self._room.num_free} of "
                 f"{self._room.num_blocks} are left, and without a tier below nobody can sleep. "
                 "Close a session, or open the engine with a larger max_sessions or gpu_bytes, or "
-                "with a store or cpu_bytes."
+                "with a store or cpu_bytes and retain other than 'none'."
             )
         sleepers = self._sleepers
 

@@ -64,8 +64,8 @@ class Exchange:
             self._tiers.flush()
         return export_session(
             store.path,
-            name,
-            Path(path).expanduser(),
+            validate_session_name(name),
+            _outside(Path(path).expanduser(), store),
             store.blocks,
             store.blocks.stored_format,
             old_keys=self._keys_of if all_blocks else None,
@@ -151,3 +151,11 @@ class Exchange:
         keys = StreamKeys(self._root(salting), size, window, salting)
         keys.read(journal.scan())
         return keys.chain
+
+
+def _outside(path: Path, store: Store) -> Path:
+    """The path of an export, which is no place of the store's own files."""
+    if path.resolve().is_relative_to(store.path.resolve()):
+        remedy = f"Use a path outside {store.path}."
+        raise InputError("path", str(path), "lies in the store, whose files are its own", remedy)
+    return path

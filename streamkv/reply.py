@@ -131,3 +131,20 @@ class Reply(Generic[T]):
         callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
             callback(self)
+
+
+def called_aside(function: Callable[[], T]) -> Reply[T]:
+    """Call a function on a thread of its own; what it returns or raises is the reply's."""
+    reply: Reply[T] = Reply()
+    reply.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            reply.set_exception(error)
+        else:
+            reply.set_result(result)
+
+    threading.Thread(target=call, name="streamkv-aside", daemon=True).start()
+    return reply

@@ -47,6 +47,7 @@ class Session:
         self._on_fork = on_fork
         self._gate = Turnstile(live.name)
         self._closed = False
+        self._is_deleted = False
 
     @property
     def name(self) -> str:
@@ -219,8 +220,10 @@ class Session:
         return forked[0]
 
     async def afork(self, name: str) -> "Session":
-        """`fork` for an event loop."""
-        return await asyncio.to_thread(self.fork, name)
+        """`fork` for an event loop. Cancelled while it waits for room it forks nothing."""
+        forked: list[Session] = []
+        await self._alone_aside(lambda: forked.append(self._on_fork(self._live, name)), "afork")
+        return forked[0]
 
     def rewind(self, token_index: int) -> None:
         """End the stream at `token_index` again; later tokens are forgotten.
@@ -240,8 +243,8 @@ class Session:
         self._alone(lambda: self._live.rewind(token_index), "rewind")
 
     async def arewind(self, token_index: int) -> None:
-        """`rewind` for an event loop."""
-        await asyncio.to_thread(self.rewind, token_index)
+        """`rewind` for an event loop. Cancelled while it waits for room it forgets nothing."""
+        await self._alone_aside(lambda: self._live.rewind(token_index), "arewind")
 
     def stats(self) -> SessionStats:
         """Where the session stands; may be called at any time."""
@@ -251,9 +254,10 @@ class Session:
     def delete(self) -> None:
         """Close the session and remove its journal and its blocks, but for those of others.
 
-        `streamkv cache compact` then leaves no bytes of it in the store.
+        `streamkv cache compact` then leaves no bytes of it in the store. Deleting twice is allowed.
 
         Raises:
+            SessionError: it is closed: open it by its name first.
             StoreError, JournalError: something of it cannot be removed. It is closed, and still
                 there.
         """
@@ -303,6 +307,14 @@ class Session:
 
         self._outputs(steps(), what).run()
 
+    async def _alone_aside(self, function: Callable[[], object], what: str) -> None:
+        """The same for an event loop."""
+
+        def steps() -> Steps:
+            yield from self._loop.held_steps(self._live.sequence, function)
+
+        await self._async_outputs(steps(), what, ()).run()
+
     def _outputs(self, steps: Steps, what: str, items: Iterable[Any] = ()) -> Outputs[Any]:
         self._require_open()
         steps, what = self._turns.counted(steps), f"{what} of session {self.name!r}"
@@ -343,6 +355,8 @@ class Session:
 
     def _end(self, delete: bool) -> None:
         if self._closed:
+            if delete and not self._is_deleted:
+                self._require_open()
             return
         ended = f"session {self.name!r} is closed. Open it again with engine.session()."
         self._gate.end(SessionError(ended))
@@ -351,6 +365,7 @@ class Session:
             with self._loop.held(self._live.sequence, awake=False):
                 if delete:
                     self._live.delete()
+                    self._is_deleted = True
                 else:
                     self._live.sleep()
         finally:

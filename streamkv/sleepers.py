@@ -51,6 +51,7 @@ class _Sleepy:
     sleeper: Sleeper
     waiters: list[Waiter] = field(default_factory=list)
     holds: int = 0
+    has_slept: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -108,7 +109,7 @@ class Sleepers:
 
     def add(self, name: str, sequence: Sequence, sleeper: Sleeper) -> None:
         """A session that entered is open."""
-        session = _Sleepy(name, sequence, sleeper)
+        session = _Sleepy(name, sequence, sleeper, has_slept=sleeper.asleep is not None)
         self._sessions[sequence] = self._by_name[name] = session
         if self._admission.state(name) is State.ASLEEP and sleeper.asleep is None:
             sleeper.begin_asleep()
@@ -352,6 +353,7 @@ class Sleepers:
                 self._admission.left(name)
                 self._admission.resize(name, session.sleeper.num_blocks)
                 self.num_slept += 1
+                session.has_slept = True
                 self._unstored[session] = None
             else:
                 self._admission.stay(name, must=True)
@@ -391,7 +393,9 @@ class Sleepers:
                 self._fail_waiters(session, error)
                 continue
             self._admission.woke(name, self._clock())
-            self.num_woken += 1
+            # Who was opened and had nothing yet has only come in.
+            self.num_woken += session.has_slept
+            session.has_slept = False
             self._let_go_on(session)
         return changed
 
@@ -464,8 +468,9 @@ class Sleepers:
         num_awake = self._admission.num_in(State.AWAKE)
         error = PoolFullError(
             f"session {name!r} finds no room in the gpu pool: {num_awake} of the sessions are "
-            "awake, and the tiers below have no room for what they hold. Use a larger cpu_bytes, "
-            "gpu_bytes or ssd_bytes, or close a session."
+            "awake and cannot sleep, because the tiers below have no room for what they hold, or "
+            "they are in mode 'full'. Use a larger gpu_bytes, or cpu_bytes and ssd_bytes, or close "
+            "one of them or take it out of 'full'."
         )
         newcomer = self._newcomers.pop(name, None)
         if newcomer is not None:

@@ -10,8 +10,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from streamkv.flights import PATIENCE_S, Flights, Job
 from streamkv.instruments import Instruments
 from streamkv.mailbox import Mailbox
 from streamkv.operations import Call, Compute
-from streamkv.reply import Reply
+from streamkv.reply import Reply, called_aside
 from streamkv.scheduler import Scheduler, Work
 from streamkv.sequence import Sequence
 from streamkv.sleepers import Sleepers
 
 __all__ = ["Call", "Compute", "StepExecutor", "StepLoop"]
+
+T = TypeVar("T")
 
 POLL_S = 0.0005
 """How often the end of a step is looked for while callers are waited for, too."""
@@ -204,6 +206,27 @@ class StepLoop:
             yield
         finally:
             if is_held:
+                with contextlib.suppress(EngineClosedError):
+                    self.submit(Call(lambda: self._release(sequence), is_aside=True))
+
+    def held_steps(self, sequence: Sequence, function: Callable[[], T]) -> Generator[Any, Any, T]:
+        """Call a function, on a thread of its own, while a sequence is awake and held.
+
+        The same as `held`, as steps of a driver: whoever waits for room may be cancelled, and what
+        has begun is seen through.
+        """
+        held: list[bool] = []
+
+        def hold() -> None:
+            self._hold(sequence)
+            held.append(True)
+
+        try:
+            yield Call(hold, sequence)
+            result: T = yield called_aside(function)
+            return result
+        finally:
+            if held:
                 with contextlib.suppress(EngineClosedError):
                     self.submit(Call(lambda: self._release(sequence), is_aside=True))
 

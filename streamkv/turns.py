@@ -7,6 +7,7 @@ one. Whoever leaves one in the middle leaves a stream that has all that was acce
 import asyncio
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,7 +50,7 @@ class Turns:
         try:
             yield from steps
             outcome = "operations_finished"
-        except (GeneratorExit, asyncio.CancelledError, KeyboardInterrupt):
+        except (GeneratorExit, asyncio.CancelledError, CancelledError, KeyboardInterrupt):
             # Who has had everything need not ask once more.
             outcome = "operations_finished" if self._is_complete else "operations_cancelled"
             raise
