@@ -87,6 +87,7 @@ class Sleepers:
         self._newcomers: dict[Hashable, Future[None]] = {}
         self._busy: defaultdict[Sequence, int] = defaultdict(int)
         self._unstored: dict[_Sleepy, None] = {}
+        self._looked_s = -STORED_LOOK_S
         self.num_slept = 0
         self.num_woken = 0
         self.queue_s: Callable[[float], None] = lambda seconds: None
@@ -361,6 +362,10 @@ class Sleepers:
         return changed
 
     def _journal_what_is_stored(self) -> None:
+        now_s = self._clock()
+        if not self._unstored or now_s - self._looked_s < STORED_LOOK_S:
+            return
+        self._looked_s = now_s
         for session in list(self._unstored):
             if session.is_held:
                 continue  # its journal, too, is in other hands

@@ -76,13 +76,13 @@ def test_a_wrong_command_line_is_one_line_and_2(run: Run, args: list[str], line:
 @pytest.mark.parametrize(
     ("args", "field"),
     [
-        (["--cpu-bytes", "10GBB"], "cpu_bytes='10GBB': not a size."),
-        (["--ssd-bytes", "lots"], "ssd_bytes='lots': not a size."),
-        (["--window", "10"], "window_size=10: smaller than one block (64 tokens)."),
-        (["--window", "100000"], "window_size=100000: with 4 sink tokens beyond the trained"),
-        (["--codec", "gzip"], "codec='gzip': not a choice."),
-        (["--dtype", "int3"], "dtype='int3': not a choice."),
-        (["--temperature", "-1"], "temperature=-1.0: out of range."),
+        (["--cpu-bytes", "10GBB"], "--cpu-bytes='10GBB': not a size."),
+        (["--ssd-bytes", "lots"], "--ssd-bytes='lots': not a size."),
+        (["--window", "10"], "--window=10: smaller than one block (64 tokens)."),
+        (["--window", "100000"], "--window=100000: with 4 sink tokens beyond the trained"),
+        (["--codec", "gzip"], "--codec='gzip': not a choice."),
+        (["--dtype", "int3"], "--dtype='int3': not a choice."),
+        (["--temperature", "-1"], "--temperature=-1.0: out of range."),
     ],
 )
 def test_a_bad_option_names_field_and_value(

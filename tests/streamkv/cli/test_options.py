@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from streamkv.cli.options import EngineOptions, with_bare_engine, with_engine, with_sampling
+from streamkv.cli.options import (
+    EngineOptions,
+    flag_of,
+    with_bare_engine,
+    with_engine,
+    with_many_sessions,
+    with_sampling,
+)
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.sampling_params import SamplingParams
@@ -100,3 +107,32 @@ def test_decorated_twice_a_command_has_the_options_of_both_and_its_own_help() ->
     assert not {"options", "params"} & set(parameters)
     name, options, params = call(command, name="x", window_size=128, seed=3)
     assert (name, options.config.window_size, params.seed) == ("x", 128, 3)
+
+
+def test_what_matters_to_many_sessions_is_an_option_of_those_who_have_them(tmp_path: Path) -> None:
+    given = {"name": "diary", "store": str(tmp_path), "max_sessions": 3, "turn_tokens": 40}
+    _, options, _ = call(
+        with_many_sessions(note), sleep_after=2.5, mixed_chunk=64, batch_invariant=True, **given
+    )
+    assert options.config == EngineConfig(
+        store=str(tmp_path),
+        max_sessions=3,
+        turn_tokens=40,
+        sleep_after=2.5,
+        mixed_chunk=64,
+        batch_invariant=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("window_size", "--window"),
+        ("max_sessions", "--max-sessions"),
+        ("temperature", "--temperature"),
+        ("num_awake", "--awake"),
+        ("no_such", None),
+    ],
+)
+def test_errors_name_a_field_as_it_was_given(field: str, flag: str | None) -> None:
+    assert flag_of(field) == flag
