@@ -84,10 +84,11 @@ class Background:
 
         One of the same session that was to be made at leisure is not made any more.
         """
-        self.give_up_leisurely(job.session)
         for block_id in job.held():
             self._residents.hold(block_id)
         self._claims.begin(job.keys())
+        # After that, or what both need would be deleted.
+        self.give_up_leisurely(job.session)
         # Somebody waits for the gpu blocks of one that is made at leisure.
         self.writer.submit(job, first=job.at_leisure)
 
