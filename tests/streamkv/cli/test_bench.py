@@ -45,7 +45,7 @@ def test_a_text_that_is_too_short_is_2(run: Run, text: Path, tiny_model_dir: Pat
 def test_a_range_without_predictions_is_2(run: Run, text: Path, tiny_model_dir: Path) -> None:
     ran = run("bench", "ppl", text, "--model", tiny_model_dir, "--tokens", 10, "--from", 9)
     assert ran.code == 2
-    assert ran.err.startswith("error: --tokens=10: out of range.")
+    assert ran.err.startswith("error: tokens=10: out of range.")
 
 
 def test_decoding_is_timed_after_a_full_window(run: Run, tiny_model_dir: Path) -> None:
