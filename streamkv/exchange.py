@@ -19,7 +19,7 @@ from streamkv.session_deletion import delete_stored
 from streamkv.session_export import OnExport, SessionExport, export_session
 from streamkv.session_import import Importer, OnImport, SessionImport
 from streamkv.sharing import Sharers, salting_of
-from streamkv.store import Store
+from streamkv.store import Store, blocks_path, journal_path
 from streamkv.stream_keys import StreamKeys
 from streamkv.tiers.keys import Salting, root_key
 from streamkv.tiers.manager import TierManager
@@ -155,7 +155,9 @@ class Exchange:
 
 def _outside(path: Path, store: Store) -> Path:
     """The path of an export, which is no place of the store's own files."""
-    if path.resolve().is_relative_to(store.path.resolve()):
-        remedy = f"Use a path outside {store.path}."
-        raise InputError("path", str(path), "lies in the store, whose files are its own", remedy)
+    for own in (blocks_path(store.path), journal_path(store.path, "any").parent):
+        if path.resolve().is_relative_to(own.resolve()):
+            remedy = f"Use a path outside {own}."
+            problem = "lies in the store, whose files are its own"
+            raise InputError("path", str(path), problem, remedy)
     return path

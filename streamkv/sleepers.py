@@ -51,7 +51,6 @@ class _Sleepy:
     sleeper: Sleeper
     waiters: list[Waiter] = field(default_factory=list)
     holds: int = 0
-    has_slept: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -110,7 +109,7 @@ class Sleepers:
 
     def add(self, name: str, sequence: Sequence, sleeper: Sleeper) -> None:
         """A session that entered is open."""
-        session = _Sleepy(name, sequence, sleeper, has_slept=sleeper.asleep is not None)
+        session = _Sleepy(name, sequence, sleeper)
         self._sessions[sequence] = self._by_name[name] = session
         if self._admission.state(name) is State.ASLEEP and sleeper.asleep is None:
             sleeper.begin_asleep()
@@ -354,7 +353,6 @@ class Sleepers:
                 self._admission.left(name)
                 self._admission.resize(name, session.sleeper.num_blocks)
                 self.num_slept += 1
-                session.has_slept = True
                 self._unstored[session] = None
             else:
                 self._admission.stay(name, must=True)
@@ -398,9 +396,7 @@ class Sleepers:
                 self._fail_waiters(session, error)
                 continue
             self._admission.woke(name, self._clock())
-            # Who was opened and had nothing yet has only come in.
-            self.num_woken += session.has_slept
-            session.has_slept = False
+            self.num_woken += 1
             self._let_go_on(session)
         return changed
 
